@@ -167,7 +167,9 @@ class TextFile:
 
 
 def with_types(file: DataFile, form: TextFormat, columns: Sequence[str]) -> TextFormat:
-    """`form` with a type for each of these columns. Types that it lacks are inferred from the file's first block."""
+    """`form` with a type for each of these columns. Types that it lacks are inferred from the file's first block, by
+    pyarrow, but that integers of 64 bits without a sign are uint64.
+    """
     unknown = [name for name in columns if name not in form.types]
     if not unknown:
         return form
@@ -180,19 +182,32 @@ def with_types(file: DataFile, form: TextFormat, columns: Sequence[str]) -> Text
     found: dict[str, Any] = dict.fromkeys(unknown, "string")
     if text:
         quote = False if form.quote is None else form.quote
-        try:
-            table = csv.read_csv(
-                arrow.BufferReader(text),
-                csv.ReadOptions(column_names=list(names), block_size=len(text) + 1),
-                csv.ParseOptions(
-                    delimiter=_delimiter(file, form), quote_char=quote, invalid_row_handler=lambda row: "skip"
-                ),
-                csv.ConvertOptions(include_columns=unknown, null_values=list(form.nulls), strings_can_be_null=True),
-            )
-            kinds = ((name, table.schema.field(name).type) for name in unknown)
-            found |= {name: kind for name, kind in kinds if not arrow.types.is_null(kind)}
-        except arrow.ArrowInvalid:
-            pass  # no line is a row: what is wrong is said when the first is read
+
+        def inferred(columns: Sequence[str], kinds: dict[str, Any]) -> dict[str, Any]:
+            try:
+                table = csv.read_csv(
+                    arrow.BufferReader(text),
+                    csv.ReadOptions(column_names=list(names), block_size=len(text) + 1),
+                    csv.ParseOptions(
+                        delimiter=_delimiter(file, form), quote_char=quote, invalid_row_handler=lambda row: "skip"
+                    ),
+                    csv.ConvertOptions(
+                        include_columns=columns,
+                        column_types=kinds,
+                        null_values=list(form.nulls),
+                        strings_can_be_null=True,
+                    ),
+                )
+            except arrow.ArrowInvalid:
+                return {}  # no line is a row: what is wrong is said when the first is read
+            made = ((name, table.schema.field(name).type) for name in columns)
+            return {name: kind for name, kind in made if not arrow.types.is_null(kind)}
+
+        found |= inferred(unknown, {})
+        for name in unknown:
+            if str(found[name]) == "double":
+                # To pyarrow, integers that int64 lacks are floating-point numbers.
+                found |= inferred([name], {name: arrow.uint64()})
     return replace(form, types={**form.types, **found})
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from sennit.offload.columns import INT64_MAX
 from sennit.offload.text_lines import line_parser
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.files import arrow_threads
@@ -24,6 +25,7 @@ _CHUNK_BYTES: Final = 1 << 18
 it parsed is then one piece of memory already: files are read at 1.06 times the speed."""
 
 _SHOWN_BYTES: Final = 100
+_BOOLEANS: Final = frozenset(("true", "false"))
 _NULLS: Final = frozenset(("\\n", "null", "na", "n/a", "#n/a", "<na>", "nan", "none", "nil", "(null)", "-", "?"))
 """What tools write for null, in small letters: MySQL and Hive `\\N`, pandas `<NA>`, R `NA`, Weka `?`."""
 
@@ -97,16 +99,24 @@ class TextParser:
                 return name, f"quoted value {_shown(cell)} goes over the end of the line; allowed: values within a line"
         for name in columns:
             if self.parse(line + b"\n", 1, [name]) is None:
-                return name, f"value {_shown(cells[name])}; allowed: {self.types[name]}{self._advice(cells[name])}"
+                advice = self._advice(name, cells[name].decode(errors="replace"))
+                return name, f"value {_shown(cells[name])}; allowed: {self.types[name]}{advice}"
         return None, "no row"  # not reached
 
-    def _advice(self, cell: bytes) -> str:
-        """What to do about a value that other tools write for null."""
-        text = cell.decode(errors="replace")
-        if text.strip().lower() not in _NULLS:
+    def _advice(self, column: str, cell: str) -> str:
+        """What to do about a value that other tools write for null, or in a column of another type."""
+        plain, kind = cell.strip().lower(), str(arrow_type(self.types[column]))
+        if plain in _NULLS:
+            nulls = ", ".join(f"'{null}'" for null in (*self.nulls, cell))
+            return f"; if it stands for null: nulls = [{nulls}] under [text] in the schema"
+        other = None
+        if plain in _BOOLEANS and kind != "bool":
+            other = "bool"
+        elif kind == "int64" and plain.isascii() and plain.isdecimal() and INT64_MAX < int(plain) < 1 << 64:
+            other = "uint64"
+        if other is None:
             return ""
-        nulls = ", ".join(f"'{null}'" for null in (*self.nulls, text))
-        return f"; if it stands for null: nulls = [{nulls}] under [text] in the schema"
+        return f'; if the column is of {other}: types = {{ "{column}" = "{other}" }} under [text] in the schema'
 
     def _parse(self, text: bytes, line_count: int, columns: Sequence[str], chunk_bytes: int) -> Any | None:
         arrow = require("pyarrow", package="pyarrow", purpose="reading text files")

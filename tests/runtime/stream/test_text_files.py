@@ -243,6 +243,17 @@ def test_types_are_inferred_from_the_first_block_of_the_first_file(tmp_path: Pat
         open_index([first, third], ("n", "r", "t"))
 
 
+def test_ids_that_need_64_bits_are_integers(tmp_path: Path) -> None:
+    """To pyarrow they are floating-point numbers, which would lose their last digits."""
+    big = [str(2**63 + number) for number in (0, 1, 2**63 - 1)]
+    path = write(tmp_path / "a.csv", [f"{value},1.5,{-1 - number}" for number, value in enumerate(big)], header="u,r,n")
+    index = open_index([path], ("u", "r", "n"))
+    assert [str(part.type) for part in index.schema] == ["uint64", "double", "int64"]
+    assert [str(row["u"]) for row in read(index, columns=("u",))] == big
+    too_large = write(tmp_path / "b.csv", [str(2**63), str(2**64)], header="u")
+    assert str(open_index([too_large], ("u",)).schema.field("u").type) == "double"
+
+
 BROKEN = {
     "too few": ("1,2", r"line 302: 2 columns; allowed: 3"),
     "too many": ("1,2,x,y", r"line 302: 4 columns; allowed: 3"),
@@ -251,6 +262,14 @@ BROKEN = {
     "null of another tool": (
         r"1,\N,x",
         r"column price.*'\\\\N'; allowed: double; if .*: nulls = \['', '\\N'\] und",
+    ),
+    "boolean": (
+        "True,2,x",
+        r'column clicked, line 302: value .True.; allowed: int64; .*: types = { "clicked" = "bool" } un',
+    ),
+    "no sign": (
+        "9223372036854775808,2,x",
+        r'column clicked, line 302: value .9223372036854775808.; allowed: int64; .*: types = { "clicked" = "uint64" }',
     ),
     "too large": ("99999999999999999999,1,x", r"column clicked, line 302: value '9+'; allowed: int64"),
     "open quote": ('1,2,"x', r"column city, line 302: quoted value 'x.*' goes over the end of the line"),
