@@ -38,9 +38,12 @@ void remove_orphans() {
   if (!folder) return;
   while (const dirent* entry = readdir(folder.get())) {
     if (std::strncmp(entry->d_name, PREFIX, std::strlen(PREFIX)) != 0) continue;
+    struct stat info {};
+    // Those of others are not opened: there may be many.
+    if (fstatat(dirfd(folder.get()), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) != 0 || info.st_uid != geteuid())
+      continue;
     const int fd = openat(dirfd(folder.get()), entry->d_name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) continue;
-    struct stat info {};
     if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_uid == geteuid() && flock(fd, LOCK_EX | LOCK_NB) == 0)
       unlinkat(dirfd(folder.get()), entry->d_name, 0);
     ::close(fd);

@@ -67,9 +67,12 @@ void remove_orphans() {
   if (!folder) return;
   while (const dirent* entry = readdir(folder.get())) {
     if (std::strncmp(entry->d_name, "sennit-", 7) != 0) continue;
+    struct stat info {};
+    // Those of others are not opened: there may be many.
+    if (fstatat(dirfd(folder.get()), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) != 0 || info.st_uid != geteuid())
+      continue;
     const int fd = openat(dirfd(folder.get()), entry->d_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) continue;
-    struct stat info {};
     struct flock lock {};
     lock.l_type = F_WRLCK;
     lock.l_whence = SEEK_SET;
