@@ -62,8 +62,9 @@ class CounterPage:
     ) -> NDArray[np.uint64]:
         """Returns zeroed counters, one for each name. Other processes see every write at once.
 
-        Raises ValueError if the page has no room for them.
+        Raises ValueError if the page has no room for them, or if readers would refuse a name.
         """
+        counters.check_names(group, names)
         self._names += 1
         nobody = counters.NONE
         text = b"".join(word.encode() + b"\0" for word in (group, *names))
@@ -120,6 +121,8 @@ def _remove_orphans(folder: Path) -> None:
     """Removes pages of this user whose writers were killed. They stay readable until somebody creates another page."""
     for path in folder.glob(counters.PATTERN):
         with contextlib.suppress(OSError):
+            if path.lstat().st_uid != os.geteuid():  # there may be many
+                continue
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 found = os.fstat(descriptor)

@@ -40,7 +40,8 @@ def top(
         tables += [view.ingests_table(look.ingests)] if look.ingests else []
         tables += [view.ids_table(look.ids)] if look.ids else []
         tables += [view.aggregators_table(look.aggregators)] if look.aggregators else []
-        return Group(*tables) if tables else Group("no rank or aggregator of this user runs here")
+        said = [] if tables else ["no rank or aggregator of this user runs here"]
+        return Group(*tables, *said, *([view.left_out_text(look.left_out)] if look.left_out else []))
 
     console = stdout_console()
     looks = view.looks(interval)
@@ -145,7 +146,7 @@ def _publish(directory: Path | None, interval_s: float) -> None:
             said: set[tuple[str, str]] = set()
             while True:
                 publisher.publish(counters.pages())
-                for group, why in publisher.refused.items() - said:
-                    typer.echo(f"sennit metrics: no map of {group!r}: {why}", err=True)
-                said |= publisher.refused.items()
+                for what, why in publisher.refused.items() - said:
+                    typer.echo(f"sennit metrics: not all of {what!r} is in maps: {why}", err=True)
+                said = set(publisher.refused.items())
                 time.sleep(interval_s)

@@ -2,7 +2,7 @@
 """Counters as OpenMetrics text, which Prometheus scrapes (https://prometheus.io/docs/specs/om/open_metrics_spec/).
 
 prometheus_client writes the text. The server is ours: it keeps no client longer than `CLIENT_S`, and of more than
-`CLIENTS_MAX` clients the newest, so that none of them can hold it up.
+`CLIENTS_MAX` clients the newest, so that none of them can hold it up. All clients that wait get one text.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import http.server
 import socket
 import socketserver
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition
+from prometheus_client.samples import Sample as Line
 
 from sennit.runtime.telemetry import samples
 
@@ -25,10 +27,16 @@ CLIENT_S: Final = 10.0
 """Seconds that a client has, from its connection to its answer."""
 
 CLIENTS_MAX: Final = 32
+LOOK_S: Final = 0.1
+"""How often a thread that waits looks whether its client is still there."""
 
 
 def render(found: Iterable[samples.Sample]) -> str:
-    """One exposition: a family for each name. Labels tell its samples apart."""
+    """One exposition: a family for each name. Labels tell its samples apart.
+
+    Prometheus refuses all for one sample that comes twice, or for a name that two families have. Of such samples the
+    first stands.
+    """
     text: bytes = exposition.generate_latest(_Families(found))  # type: ignore[no-untyped-call]
     return text.decode()
 
@@ -38,29 +46,82 @@ class _Families:
 
     def __init__(self, found: Iterable[samples.Sample]) -> None:
         self._families: dict[str, Metric] = {}
-        known: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        self._taken: set[str] = set()
+        """What samples of the families may be called (OpenMetrics 1.0, "Suffixes")."""
+
+        families: dict[tuple[str, bool], Metric | None] = {}
+        known: set[tuple[int, tuple[tuple[str, str], ...]]] = set()
+        labels: dict[str, str] = {}
+        labels_key: tuple[tuple[str, str], ...] = ()
         for sample in found:
-            new = (GaugeMetricFamily if sample.is_gauge else CounterMetricFamily)(sample.name, sample.name)
-            family = self._families.setdefault(new.name, new)
-            # Prometheus would refuse all for one sample that comes twice, or in a family of another type.
-            key = family.name, tuple(sorted(sample.labels.items()))
-            if family.type == new.type and key not in known:
+            kind = sample.name, sample.is_gauge
+            if kind not in families:
+                families[kind] = self._family(*kind)
+            if (family := families[kind]) is None:
+                continue
+            if sample.labels is not labels:  # samples of one block have the same
+                labels, labels_key = sample.labels, tuple(sorted(sample.labels.items()))
+            if (key := (id(family), labels_key)) not in known:
                 known.add(key)
                 suffix = "" if sample.is_gauge else "_total"
-                family.add_sample(f"{family.name}{suffix}", sample.labels, sample.value)
+                family.samples.append(Line(f"{family.name}{suffix}", sample.labels, sample.value))
+
+    def _family(self, name: str, is_gauge: bool) -> Metric | None:
+        """A new family, or one that has samples; None: its names are another's."""
+        new = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(name, name)
+        if (old := self._families.get(new.name)) is not None:
+            return old if old.type == new.type else None
+        names = {new.name} if is_gauge else {new.name, f"{new.name}_total", f"{new.name}_created"}
+        if names & self._taken:
+            return None
+        self._taken |= names
+        self._families[new.name] = new
+        return new
 
     def collect(self) -> Iterator[Metric]:
         return iter([self._families[name] for name in sorted(self._families)])
 
 
+class Latest:
+    """The text, made by one thread at a time. Threads that wait for it get one that was begun after they had asked."""
+
+    def __init__(self, read: Callable[[], Iterable[samples.Sample]]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._begun_s = float("-inf")
+        self._text = b""
+
+    def text(self, is_awaited: Callable[[], bool]) -> bytes:
+        """Raises ConnectionAbortedError if it is not awaited any more before its turn."""
+        asked_s = time.monotonic()
+        while not self._lock.acquire(timeout=LOOK_S):
+            if not is_awaited():
+                raise ConnectionAbortedError
+        try:
+            if self._begun_s <= asked_s:
+                begun_s = time.monotonic()
+                self._text, self._begun_s = render(self._read()).encode(), begun_s
+                if (took_s := time.monotonic() - begun_s) > CLIENT_S:
+                    say(f"{len(self._text):,} bytes took {took_s:.0f} s, and a client has {CLIENT_S:.0f} s")
+            return self._text
+        finally:
+            self._lock.release()
+
+
+def say(what: str) -> None:
+    print(f"sennit metrics: {what}", file=sys.stderr, flush=True)
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """The handler of GET and HEAD of /metrics."""
+
+    server: Server
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "only /metrics is here")
             return
-        body = render(samples.read()).encode()
+        body = self.server.latest.text(lambda: self.server.has(self.connection))
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
@@ -85,6 +146,7 @@ class Server(http.server.ThreadingHTTPServer):
         """Connected clients and when their time is over, the oldest first."""
 
         self._lock = threading.Lock()
+        self.latest = Latest(lambda: samples.read())
         super().__init__(address, Handler)
 
     def server_bind(self) -> None:
@@ -109,6 +171,11 @@ class Server(http.server.ThreadingHTTPServer):
             over = [client for client, end_s in self._clients.items() if end_s <= now_s]
         self._drop(over)
 
+    def has(self, client: socket.socket) -> bool:
+        """Whether the client is still to be answered."""
+        with self._lock:
+            return client in self._clients
+
     def _drop(self, clients: Iterable[socket.socket]) -> None:
         for client in clients:
             with self._lock:
@@ -126,8 +193,10 @@ class Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is no event."""
-        del request, client_address
+        """A client that goes away in the middle is no event. Anything else is a fault of ours, or of the machine."""
+        del request
+        if not isinstance(error := sys.exception(), OSError):
+            say(f"no answer to {client_address[0]}: {error!r}")
 
 
 def server(address: str, port: int) -> Server:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Final
 
@@ -130,18 +131,20 @@ class IdRates:
 def id_differences(now: Page, before: Page | None, passed_s: float) -> list[IdRates]:
     """Like `difference`, for each table of a page with counters of ids."""
     found = []
-    for group in dict.fromkeys(block.group for block in now.blocks if block.group.startswith(IDS)):
+    then = _of_tables(before) if before else {}
+    for group, counts in _of_tables(now).items():
+        old = then.get(group, Counter())
 
-        def grown(name: str, group: str = group) -> int:
-            return now.total(group, IDS + name) - (before.total(group, IDS + name) if before else 0)
+        def grown(name: str, counts: Counter[str] = counts, old: Counter[str] = old) -> int:
+            return counts[IDS + name] - old[IDS + name]
 
         lookups = grown("lookups")
         found.append(
             IdRates(
                 page=now,
                 table=group.removeprefix(IDS),
-                rows=now.total(group, f"{IDS}rows"),
-                used=now.total(group, f"{IDS}used"),
+                rows=counts[f"{IDS}rows"],
+                used=counts[f"{IDS}used"],
                 hit_share=grown("hits") / lookups if lookups else None,
                 admitted_a_second=grown("admitted") / passed_s,
                 evicted_a_second=grown("evicted") / passed_s,
@@ -150,6 +153,15 @@ def id_differences(now: Page, before: Page | None, passed_s: float) -> list[IdRa
             )
         )
     return found
+
+
+def _of_tables(page: Page) -> dict[str, Counter[str]]:
+    """The counters of each dynamic table: there may be many, so the page is gone through once."""
+    tables: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for block in page.blocks:
+        if block.group.startswith(IDS):
+            tables[block.group].update(block.values)
+    return tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +34,11 @@ from sennit.transport.aggregator import COUNTER_GROUP
 from sennit.transport.tracepoints import PathState
 
 UNITS: Final = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+FOREIGN_MAX_ROWS: Final = 250
+"""The most rows of a table that pages of all other users together may take, in equal shares. A row takes a
+millisecond."""
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Look:
     ingests: list[IngestRates]
     ids: list[IdRates]
     aggregators: list[AggregatorRates]
+    left_out: dict[int, int] = field(default_factory=dict)
+    """`counters.Look.left_out`"""
 
 
 def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
@@ -50,8 +59,9 @@ def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
     last_s = 0.0
     while True:
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        pages = sorted(counters.pages(folder), key=lambda page: (page.owner != os.geteuid(), page.process, page.rank))
-        look = Look([], [], [], [])
+        seen = counters.look(folder)
+        pages = sorted(seen.pages, key=lambda page: (page.owner != os.geteuid(), page.process, page.rank))
+        look = Look([], [], [], [], seen.left_out)
         for page in pages:
             passed_s = _passed_s(page, page.file in before, now_s, last_s)
             if any(block.group == INGEST for block in page.blocks):
@@ -76,7 +86,7 @@ def ranks_table(ranks: list[RankRates]) -> Table:
     columns = ("process", "rank", "", "op/s", "mean µs", "sent", "received", "sent twice", "rtt µs", "paths", "failed")
     for name in columns:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for rank in ranks:
+    for rank in _limited(table, ranks, lambda one: one.page):
         page = rank.page
         paths = f"{rank.paths - rank.bad_paths}/{rank.paths}" if rank.paths else ""
         table.add_row(
@@ -99,7 +109,7 @@ def ingests_table(ingests: list[IngestRates]) -> Table:
     columns = ("process", "rank", "", "records/s", "received", "batches/s", "ready", "waited", "refused", "asked again")
     for name in (*columns, "feeders", "lost"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for ingest in ingests:
+    for ingest in _limited(table, ingests, lambda one: one.page):
         page = ingest.page
         table.add_row(
             *_of_rank(page),
@@ -134,7 +144,7 @@ def ids_table(ids: list[IdRates]) -> Table:
     )
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "table") else "right", no_wrap=True)
-    for one in ids:
+    for one in _limited(table, ids, lambda one: one.page):
         page = one.page
         table.add_row(
             *_of_rank(page),
@@ -156,7 +166,7 @@ def aggregators_table(aggregators: list[AggregatorRates]) -> Table:
     columns = ("process", "", "jobs", "leaves/s", "sums/s", "received", "sent", "XDP", "repeated", "junk")
     for name in (*columns, "other job", "no room", "lost", "slots", "memory"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for one in aggregators:
+    for one in _limited(table, aggregators, lambda one: one.page):
         page = one.page
         refused = (one.repeated, one.junk, one.of_another_job, one.without_room, one.dropped)
         table.add_row(
@@ -180,22 +190,43 @@ def paths_table(ranks: list[RankRates]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("process", "rank", "peer", "path", "state", "rtt µs", "packets", "sent again", "lost", "marked"):
         table.add_column(name, justify="right", no_wrap=True)
-    for rank in ranks:
-        for block in rank.page.blocks:
-            if block.group != "path":
-                continue
-            values = block.values
-            state = _state(values.get("state"))
-            names = ("rtt_us", "data_packets_sent", "retransmitted_packets", "lost_packets", "ecn_marked_packets")
-            table.add_row(
-                f"{rank.page.process}",
-                f"{rank.page.rank}",
-                f"{block.peer}",
-                f"{block.path}",
-                state if state == "good" else red(state),
-                *(f"{values.get(name, 0):,}" for name in names),
-            )
+    paths = [(rank.page, block) for rank in ranks for block in rank.page.blocks if block.group == "path"]
+    for page, block in _limited(table, paths, lambda one: one[0]):
+        values = block.values
+        state = _state(values.get("state"))
+        names = ("rtt_us", "data_packets_sent", "retransmitted_packets", "lost_packets", "ecn_marked_packets")
+        table.add_row(
+            f"{page.process}",
+            f"{page.rank}",
+            f"{block.peer}",
+            f"{block.path}",
+            state if state == "good" else red(state),
+            *(f"{values.get(name, 0):,}" for name in names),
+        )
     return table
+
+
+def left_out_text(left_out: Mapping[int, int]) -> str:
+    """What is said of pages that were not read."""
+    return f"not read: {sum(left_out.values()):,} pages of other users, most of {_most(left_out)}"
+
+
+def _limited(table: Table, rows: Sequence[_Row], page_of: Callable[[_Row], counters.Page]) -> Iterator[_Row]:
+    """The rows to show; a note under the table says how many others there are."""
+    reader = os.geteuid()
+    wanted = Counter(page_of(row).account for row in rows if page_of(row).owner != reader)
+    left = counters.shares(wanted, FOREIGN_MAX_ROWS)
+    more = {account: wanted[account] - left[account] for account in wanted if wanted[account] > left[account]}
+    if more:
+        table.caption = f"not shown: {sum(more.values()):,} rows of other users, most of {_most(more)}"
+        table.caption_justify = "left"
+    for row in rows:
+        page = page_of(row)
+        if page.owner != reader:
+            if left[page.account] == 0:
+                continue
+            left[page.account] -= 1
+        yield row
 
 
 def _of_rank(page: counters.Page) -> tuple[str, str, Text]:
@@ -209,6 +240,11 @@ def _standing(page: counters.Page) -> Text:
     return gone if page.owner == os.geteuid() else Text(f"of {_user(page.owner)} ").append_text(gone)
 
 
+def _most(numbers: Mapping[int, int]) -> str:
+    return _user(max(numbers, key=numbers.__getitem__))
+
+
+@lru_cache(maxsize=1024)
 def _user(number: int) -> str:
     try:
         return pwd.getpwuid(number).pw_name

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_without_privilege_it_says_which(tmp_path: Path) -> None:
 def page(file: Path, **changed: Any) -> counters.Page:
     fields: dict[str, Any] = {
         "file": file, "rank": 0, "world": 2, "process": 7, "began_ns": 0, "is_alive": True, "owner": 0,
+        "account": changed.get("owner", 0),
         "blocks": (counters.Block(group="some", peer=None, path=None, values={"a": 1, "none": 0}),),
     }  # fmt: skip
     return counters.Page(**(fields | changed))
@@ -137,20 +139,55 @@ def test_pages_of_two_versions_and_of_nobody(tmp_path: Path) -> None:
         assert dumped(made.path / "some-2") == {(255, 8, 0, 1, 2, 0): {"a": 1, "b": 2}}
         assert made.refused == {}
         found = made.publish([page(file, blocks=wrong), page(file.with_name("sennit.counters-x"))])
-        assert found <= bpf_maps.MAPS_MAX
+        # "some" twice, and the map of "huge", stay without entries.
+        assert found == bpf_maps.OWN_MAPS_MAX - 3
         assert {"../up", "spaced", "empty", "huge", "some", "g99"} <= made.refused.keys()
+        assert len(made.refused) < 60
         assert dumped(made.path / "some") == dumped(made.path / "some-2") == {}
         assert made.publish([]) == 0
 
 
-def test_another_user_leaves_room_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpf_maps, "FOREIGN_ENTRIES_MAX", 3)
-    monkeypatch.setattr(bpf_maps, "FOREIGN_MAPS_MAX", 2)
+def blocks(groups: Iterable[str], names: Iterable[str] = ("a",), peers: int = 1) -> tuple[counters.Block, ...]:
+    return tuple(
+        counters.Block(group=group, peer=peer, path=None, values=dict.fromkeys(names, 1))
+        for group in groups
+        for peer in range(peers)
+    )
+
+
+def test_other_users_leave_room_for_this_one_and_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bpf_maps, "ENTRIES_MAX", 12)
+    monkeypatch.setattr(bpf_maps, "FOREIGN_ENTRIES_MAX", 6)
+    monkeypatch.setattr(bpf_maps, "FOREIGN_MAPS_MAX", 4)
     file = Path("/dev/shm/sennit.counters-00000000000000ff")
-    many = [counters.Block(group=f"g{n}", peer=None, path=None, values={"a": 1}) for n in range(10)]
-    same = [counters.Block(group="g0", peer=n, path=None, values={"a": 1}) for n in range(10)]
+    many = [f"g{n}" for n in range(10)]
     with bpf_maps.Publisher() as made:
-        assert made.publish([page(file, owner=7, blocks=many)]) == 2
-        assert made.publish([page(file, owner=7, blocks=same)]) == 3
-        assert "entries of user 7" in made.refused["g0"]
-        assert made.publish([page(file, blocks=[*many, *same[1:]])]) == 19
+        assert made.publish([page(file, owner=7, blocks=blocks(many))]) == 4
+        assert made.refused.keys() == {"user 7"}
+        assert sorted(pin.name for pin in made.path.iterdir()) == ["g0", "g1", "g2", "g3"]
+        assert made.publish([page(file, owner=7, blocks=blocks(["g0"], peers=10))]) == 6
+        # Another one with many, and one with few.
+        greedy = [page(file, owner=user, blocks=blocks(many[user:] + many[:user])) for user in (7, 8)]
+        modest = page(file, owner=9, blocks=blocks(["g9"], peers=2))
+        assert made.publish([*greedy, modest]) == 5
+        assert Counter(key[-1] for key in dumped(made.path / "g9"))[9] == 2
+        # Twelve fit: six are of others, who change all of theirs, and six of this user.
+        own = page(file, blocks=blocks(["g0"], peers=6))
+        for user in (7, 8):
+            assert made.publish([own, page(file, owner=user, blocks=blocks(["g0"], peers=10))]) == 12
+            assert Counter(key[-1] for key in dumped(made.path / "g0")) == {0: 6, user: 6}
+        assert made.publish([]) == 0
+        assert [pin.name for pin in made.path.iterdir()] == ["g0"]
+
+
+def test_another_users_map_gives_way_to_one_of_this_user() -> None:
+    file = Path("/dev/shm/sennit.counters-00000000000000ff")
+    theirs = page(file, owner=7, blocks=blocks(["flow"], ["odd"]))
+    with bpf_maps.Publisher() as made:
+        made.publish([theirs])
+        assert dumped(made.path / "flow") == {(255, 7, 0, 0, -1, 7): {"odd": 1}}
+        made.publish([page(file, blocks=blocks(["flow"])), theirs])
+        assert dumped(made.path / "flow") == {(255, 7, 0, 0, -1, 0): {"a": 1}}
+        assert dumped(made.path / "flow-2") == {(255, 7, 0, 0, -1, 7): {"odd": 1}}
+        made.publish([page(file, blocks=blocks(["flow"]))])
+        assert [pin.name for pin in made.path.iterdir()] == ["flow"]

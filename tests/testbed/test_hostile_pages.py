@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import random
 import re
+import shutil
 import socket
 import struct
 import subprocess
 import sys
-import threading
-import urllib.request
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from sennit.runtime.telemetry import openmetrics, samples, top
-from sennit.transport import counters
+from sennit.transport import accounts, counters
 from sennit.transport.counter_page import CounterPage
 from tests.testbed.answering_ranks import DEADLINE_S
 
@@ -38,6 +38,15 @@ WORDS = {
 }
 
 
+RESERVED = ("_total", "_created", "_bucket", "_count", "_sum", "_gcount", "_gsum", "_info")
+# Names that meet those of sound pages, or of what is exported.
+MEETING = sorted(
+    {word + end for words in WORDS.values() for word in words for end in ("", *RESERVED)}
+    | {name + end for name in samples.STANDARD_NAMES.values() for end in ("", *RESERVED)}
+    | {"none", "pages_left_out", "pages_left_out_total"}
+)
+
+
 def sound_page(folder: Path, groups: list[str]) -> bytes:
     page = CounterPage(1, 4, folder)
     for group in groups:
@@ -48,6 +57,33 @@ def sound_page(folder: Path, groups: list[str]) -> bytes:
     page.close()
     used = struct.unpack_from("=Q", content, counters.USED_BYTES_OFFSET)[0]
     return content[: used + 64]
+
+
+def record(kind: int, identity: int, payload: bytes, peer: int = counters.NONE, path: int = counters.NONE) -> bytes:
+    return counters.RECORD.pack(counters.RECORD.size + len(payload), kind, identity, peer, path) + payload
+
+
+def names_record(identity: int, group: str, words: list[str]) -> bytes:
+    text = "\0".join((group, *words, "")).encode()
+    return record(counters.NAMES, identity, text + bytes(-len(text) % 8))
+
+
+def page_with(body: bytes) -> bytes:
+    return counters.HEADER.pack(counters.MAGIC, counters.HEADER.size + len(body), 0, 2, 1, 1) + body
+
+
+def body_of(page: bytes) -> bytes:
+    return page[counters.HEADER.size : struct.unpack_from("=Q", page, counters.USED_BYTES_OFFSET)[0]]
+
+
+def page_of_names(choice: random.Random) -> bytes:
+    """A page without a fault, with names that are made to meet those of other pages."""
+    body = b""
+    for identity in range(choice.randint(1, 3)):
+        words = choice.sample(MEETING, choice.randint(1, 4))
+        body += names_record(identity, choice.choice(sorted(WORDS)), words)
+        body += record(counters.COUNTERS, identity, struct.pack(f"={len(words)}Q", *range(len(words))), 2, 3)
+    return page_with(body)
 
 
 def mutated(content: bytes, choice: random.Random) -> bytes:
@@ -76,38 +112,101 @@ def mutated(content: bytes, choice: random.Random) -> bytes:
     return bytes(page)
 
 
-def look(folder: Path) -> int:
-    """What `top`, `metrics` and both exporters do with the pages of a folder. Returns how many were pages."""
+def exported(text: str) -> set[tuple[str, frozenset[tuple[str, str]], float]]:
+    """What Prometheus takes of a text; ValueError if it would refuse it."""
+    return {
+        (sample.name, frozenset(sample.labels.items()), sample.value)
+        for family in text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+        for sample in family.samples
+    }
+
+
+def look(folder: Path, sound: Path, choice: random.Random) -> int:
+    """What `top`, `metrics` and both exporters do with the pages of a folder. Returns how many were pages.
+
+    Every counter of the sound page must be there, with its own type.
+    """
     found = list(counters.pages(folder))
     looked = next(top.looks(1.0, folder))
-    Console(file=io.StringIO(), width=160).print(
-        top.ranks_table(looked.ranks), top.paths_table(looked.ranks), top.ingests_table(looked.ingests)
-    )
-    text = openmetrics.render(samples.of_pages(found))
-    list(text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
+    tables = top.ranks_table(looked.ranks), top.paths_table(looked.ranks), top.ingests_table(looked.ingests)
+    if choice.randrange(8) == 0:  # takes longer than all the rest
+        Console(file=io.StringIO(), width=160).print(*tables)
+    assert counted(sound) <= exported(openmetrics.render(samples.of_pages(found)))
     return len(found)
+
+
+def counted(sound: Path) -> set[tuple[str, frozenset[tuple[str, str]], float]]:
+    found = exported(openmetrics.render(samples.of_pages([counters.read(sound)])))
+    assert len(found) == sum(map(len, (WORDS["engine"], WORDS["flow"], WORDS["path"])))
+    return found
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory: a file may have more names there than elsewhere, and large ones cost less."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="hostile-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 # A million in parts, because each has a limit, on a busy machine too.
 @pytest.mark.parametrize(
-    ("part", "count"), [(0, 1_500), *(pytest.param(part, 20_000, marks=pytest.mark.long) for part in range(1, 51))]
+    ("part", "count"), [(0, 1_000), *(pytest.param(part, 20_000, marks=pytest.mark.long) for part in range(1, 51))]
 )
-def test_no_mutated_page_stops_a_reader(tmp_path: Path, seed: int, part: int, count: int) -> None:
+def test_no_mutated_page_stops_a_reader(memory: Path, seed: int, part: int, count: int) -> None:
     otlp = pytest.importorskip("sennit.runtime.telemetry.otlp", reason="the OpenTelemetry SDK is not installed")
     choice = random.Random(seed + part)
-    sound = [sound_page(tmp_path, groups) for groups in (["engine", "flow", "path", "path"], ["ingest"])]
+    contents = [sound_page(memory, groups) for groups in (["engine", "flow", "path", "path"], ["ingest"])]
+    # Its name comes last, and it is of the same user, or of root among another user's.
+    sound = memory / f"sennit.counters-{'f' * 16}"
+    sound.write_bytes(sound_page(memory, ["engine", "flow", "path"]))
     exporter = otlp.Exporter("http://127.0.0.1:1/v1/metrics")
     read = 0
     for begin in range(0, count, A_ROUND):
         for number in range(min(A_ROUND, count - begin)):
-            file = tmp_path / f"sennit.counters-{number:016x}"
-            file.write_bytes(mutated(choice.choice(sound), choice))
-        read += look(tmp_path)
+            file = memory / f"sennit.counters-{number:016x}"
+            content = page_of_names(choice) if choice.randrange(4) == 0 else choice.choice(contents)
+            if choice.randrange(500) == 0:
+                content = page_with(body_of(content) * choice.randint(2, 200))
+            file.write_bytes(content if choice.randrange(8) == 0 else mutated(content, choice))
+            if os.geteuid() == 0 and choice.randrange(2):
+                os.chown(file, NOBODY, NOBODY)
+        read += look(memory, sound, choice) - 1
     # Enough of them are still pages, and reach what is behind the reader.
     assert count // 10 < read < count
-    (tmp_path / "sennit.counters-0000000000000000").write_bytes(sound[0].replace(bytes([1] + [0] * 7), b"\xff" * 8))
-    assert not exporter.send(samples.of_pages(counters.pages(tmp_path)))  # nobody listens there
+    (memory / "sennit.counters-0000000000000000").write_bytes(contents[0].replace(bytes([1] + [0] * 7), b"\xff" * 8))
+    assert not exporter.send(samples.of_pages(counters.pages(memory)))  # nobody listens there
     exporter.close()
+
+
+@pytest.mark.root
+def test_names_of_another_user_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name alone, in the file that comes first."""
+    sound = tmp_path / f"sennit.counters-{'f' * 16}"
+    sound.write_bytes(sound_page(tmp_path, ["engine", "flow", "path"]))
+    file = tmp_path / "sennit.counters-0000000000000000"
+    os.close(os.open(file, os.O_CREAT))
+    os.chown(file, NOBODY, NOBODY)
+    for word in MEETING:
+        file.write_bytes(page_with(names_record(1, "engine", [word]) + record(counters.COUNTERS, 1, bytes(8))))
+        found = list(counters.pages(tmp_path))
+        assert len(found) == (1 if word.endswith(RESERVED) else 2), word
+        assert counted(sound) <= exported(openmetrics.render(samples.of_pages(found))), word
+    # Nor would they if readers took such names.
+    monkeypatch.setattr(counters, "_RESERVED", ("_none_has_this",))
+    file.write_bytes(
+        page_with(names_record(1, "engine", MEETING) + record(counters.COUNTERS, 1, bytes(8 * len(MEETING))))
+    )
+    assert look(tmp_path, sound, random.Random(1)) == 2
+
+
+def test_a_writer_is_told_of_a_name_that_readers_refuse(tmp_path: Path) -> None:
+    page = CounterPage(0, 1, tmp_path)
+    with pytest.raises(ValueError, match="blocks_count"):
+        page.add("engine", ["blocks_count"])
+    page.close()
 
 
 def test_names_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -177,9 +276,13 @@ def test_pages_of_others_are_shown_as_theirs_and_only_to_root(
     assert next(samples.of_pages([theirs])).labels["user"] == f"{NOBODY}"
     Console(width=160).print(top.ranks_table(next(top.looks(1.0, tmp_path)).ranks))
     assert re.search(r" 1/4 +of nobody gone ", capsys.readouterr().out)
-    monkeypatch.setattr(counters, "FOREIGN_MAX_BYTES", file.stat().st_size - 1)
-    assert list(counters.pages(tmp_path)) == []
-    monkeypatch.undo()
+    used = struct.unpack_from("=Q", file.read_bytes(), counters.USED_BYTES_OFFSET)[0]
+    for limit, least in (("FOREIGN_MAX_BYTES", used), ("FOREIGN_MAX_VALUES", 8), ("FOREIGN_MAX_PAGES", 1)):
+        monkeypatch.setattr(counters, limit, least)
+        assert counters.look(tmp_path).left_out == {}
+        monkeypatch.setattr(counters, limit, least - 1)
+        assert counters.look(tmp_path) == counters.Look(pages=[], left_out={NOBODY: 1})
+        monkeypatch.undo()
     monkeypatch.setattr(os, "geteuid", lambda: 1)
     assert list(counters.pages(tmp_path)) == []
 
@@ -209,91 +312,143 @@ def test_the_commands_show_the_sound_page_among_hostile_ones(tmp_path: Path, arg
     assert len(re.findall(seen, done.stdout)) == 2, done.stdout
 
 
-@pytest.fixture
-def server() -> Iterator[openmetrics.Server]:
-    made = openmetrics.server("127.0.0.1", 0)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield made
-    finally:
-        made.shutdown()
-        made.server_close()
-        thread.join(DEADLINE_S)
+def given(folder: Path, number: int, content: bytes, user: int = NOBODY) -> Path:
+    """A file of another user."""
+    file = folder / f"sennit.counters-{number:016x}"
+    file.write_bytes(content)
+    os.chown(file, user, user)
+    return file
 
 
-def scraped(server: openmetrics.Server, method: str = "GET") -> bytes:
-    host = "[::1]" if server.address_family == socket.AF_INET6 else "127.0.0.1"
-    request = urllib.request.Request(f"http://{host}:{server.server_port}/metrics", method=method)
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-        assert answer.headers["Content-Type"] == openmetrics.CONTENT_TYPE
-        body: bytes = answer.read()
-        assert int(answer.headers["Content-Length"]) > 0
-        return body
+def path_blocks(count: int) -> bytes:
+    return names_record(1, "path", ["a"]) + b"".join(
+        record(counters.COUNTERS, 1, bytes(8), number & 0xFFFF, number >> 16) for number in range(count)
+    )
 
 
-def test_slow_silent_and_many_clients_hold_nobody_up(
-    server: openmetrics.Server, monkeypatch: pytest.MonkeyPatch
+WIDE = [f"w{number}" for number in range(900)]
+COUNTER = record(counters.COUNTERS, 1, bytes(8), 1, 1)
+SHAPES = {
+    "values": lambda: names_record(1, "engine", WIDE) + record(counters.COUNTERS, 1, bytes(8 * len(WIDE)), 1) * 9_999,
+    "names": lambda: names_record(1, "engine", WIDE) * 9_999,
+    "a name": lambda: (names_record(1, "engine", ["a" * 64]) + COUNTER) * 150_000,
+    "blocks": lambda: names_record(1, "path", ["a"]) + COUNTER * 700_000,
+    "nothing": lambda: record(7, 1, b"") * 1_100_000,
+    "one name": lambda: record(counters.NAMES, 1, b"a\0" * (1 << 23)),
+    "tables": lambda: b"".join(names_record(1, f"ids_{n}", ["a"]) + COUNTER for n in range(60_000)),
+}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("most_bytes", [counters.FOREIGN_MAX_BYTES, 1 << 24])
+def test_a_large_page_of_another_user_costs_what_it_may(memory: Path, shape: str, most_bytes: int) -> None:
+    """Whole, and cut to what root reads of others."""
+    body = SHAPES[shape]()[: most_bytes - counters.HEADER.size]
+    given(memory, 0, page_with(body))
+    sound = memory / f"sennit.counters-{'f' * 16}"
+    sound.write_bytes(sound_page(memory, ["engine", "flow", "path"]))
+    seen = counters.look(memory)
+    assert seen.pages[0].file == sound
+    values = sum(len(block.values) for page in seen.pages[1:] for block in page.blocks)
+    assert values <= counters.FOREIGN_MAX_VALUES
+    assert len(seen.left_out) + len(seen.pages) <= 2
+    looked = next(top.looks(1.0, memory))
+    tables = [top.ranks_table(looked.ranks), top.paths_table(looked.ranks), top.ids_table(looked.ids)]
+    assert sum(table.row_count for table in tables) <= 2 + 2 * top.FOREIGN_MAX_ROWS
+
+
+@pytest.mark.root
+def test_pages_within_the_limit_are_read_and_their_rows_limited(memory: Path) -> None:
+    blocks = 40_000
+    given(memory, 0, page_with(path_blocks(blocks)))
+    given(memory, 1, page_with(path_blocks(3)), NOBODY - 1)
+    (memory / f"sennit.counters-{'f' * 16}").write_bytes(sound_page(memory, ["engine", "flow", "path"]))
+    looked = next(top.looks(1.0, memory))
+    assert looked.left_out == {}
+    table = top.paths_table(looked.ranks)
+    # Own ones, those of the user with few, and as many more as there may be.
+    assert table.row_count == 1 + top.FOREIGN_MAX_ROWS
+    assert list(table.columns[2].cells).count("65535") == 0
+    assert table.caption == f"not shown: {blocks + 3 - top.FOREIGN_MAX_ROWS:,} rows of other users, most of nobody"
+
+
+@pytest.mark.root
+def test_names_beyond_the_limit_are_not_opened(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked = given(memory, 0, b"")
+    into = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
+    for number in range(1, 100_000):
+        os.link(linked, f"sennit.counters-{number:016x}", dst_dir_fd=into)
+    for number in range(1 << 32, (1 << 32) + 2_000):
+        given(memory, number, b"")
+    os.close(into)
+    sound = memory / f"sennit.counters-{'f' * 16}"
+    sound.write_bytes(sound_page(memory, ["engine"]))
+    opened: list[Path] = []
+    really = os.open
+
+    def counted(file: Path, flags: int) -> int:
+        opened.append(file)
+        return really(file, flags)
+
+    monkeypatch.setattr(os, "open", counted)
+    seen = counters.look(memory)
+    assert [page.file for page in seen.pages] == [sound]
+    assert len(opened) == 1 + counters.FOREIGN_MAX_PAGES
+    assert seen.left_out == {NOBODY: 2_001 - counters.FOREIGN_MAX_PAGES}
+    assert not [file for file in opened if file.is_symlink()]
+
+
+@pytest.mark.root
+def test_a_file_that_grows_after_it_was_listed_is_read_as_far_as_it_may(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(openmetrics.CLIENTS_MAX + 8)]
-    for number, end in enumerate(ends):
-        end.settimeout(DEADLINE_S)
-        if number % 2:
-            end.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-    assert scraped(server).endswith(b"# EOF\n")
-    # The oldest had to go.
-    assert ends[0].recv(1) == b""
-    # A client that goes on for ever, a byte at a time or in a header without an end, has its time and no more.
-    monkeypatch.setattr(openmetrics, "CLIENT_S", 0.0)
-    for begin in (b"GET /metrics HTTP/1.1\r\nX: ", b"G"):
-        late = socket.create_connection(("127.0.0.1", server.server_port))
-        late.settimeout(DEADLINE_S)
-        late.sendall(begin)
-        assert late.recv(1) == b""
-        late.close()
-    monkeypatch.undo()
-    for end in ends:
-        end.close()
-    assert scraped(server).endswith(b"# EOF\n")
+    file = given(memory, 0, page_with(b""))
+    really, read = counters._open, Counter[str]()
+
+    def grown(opened: Path) -> tuple[int, os.stat_result]:
+        file.write_bytes(page_with(SHAPES["nothing"]()))
+        return really(opened)
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        read["bytes"] += size
+        return really_pread(descriptor, size, offset)
+
+    really_pread = os.pread
+    monkeypatch.setattr(counters, "_open", grown)
+    monkeypatch.setattr(os, "pread", counted)
+    assert counters.look(memory).left_out == {NOBODY: 1}
+    assert read["bytes"] <= counters.FOREIGN_MAX_BYTES
 
 
-@pytest.mark.parametrize(
-    "request_text",
-    [b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n", b"\0\xff\r\n\r\n", b"GET /metrics\r\n\r\n", b"\r\n"],
-)
-def test_a_request_that_is_none_ends_with_its_client(server: openmetrics.Server, request_text: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=DEADLINE_S) as end:
-        try:
-            end.sendall(request_text)
-            end.shutdown(socket.SHUT_WR)
-            while end.recv(65_536):
-                pass
-        except OSError as error:
-            # The server may close with bytes unread, at any of these calls.
-            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-                raise
-    assert scraped(server).endswith(b"# EOF\n")
+@pytest.mark.root
+def test_one_user_leaves_the_others_their_share(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one who has many numbers."""
+    subordinates = memory / "subuid"
+    subordinates.write_text(f"somebody:50:1\n# a comment\n{NOBODY}:100000:65536\nmore:x:y\n")
+    monkeypatch.setattr(accounts.Accounts.__init__, "__defaults__", (subordinates,))
+    many = page_with(path_blocks(30_000))
+    for number in range(64):
+        given(memory, number, many, 100_000 + number)
+    honest = given(memory, 1 << 60, page_with(path_blocks(45_000)), 1000)
+    seen = counters.look(memory)
+    assert {page.account for page in seen.pages} == {NOBODY, 1000}
+    assert honest in {page.file for page in seen.pages}
+    # Half of what there is, and what the other one did not need: one page.
+    assert seen.left_out == {NOBODY: 63}
 
 
-def test_head_has_the_headers_alone(server: openmetrics.Server) -> None:
-    assert scraped(server, "HEAD") == b""
+def test_who_answers_for_a_user(tmp_path: Path) -> None:
+    file = tmp_path / "subuid"
+    known = accounts.Accounts(file)
+    assert known.of(100_000) == 100_000  # no such file
+    file.write_text("root:200000:10\n1234:100000:65536\nnobody_has_this_name:300000:5\n\nodd\nodd:-1:3\n")
+    known = accounts.Accounts(file)
+    asked = (99_999, 100_000, 165_535, 165_536, 200_009, 200_010, 300_004)
+    assert [known.of(user) for user in asked] == [99_999, 1234, 1234, 165_536, 0, 200_010, 300_000]
 
 
-@pytest.mark.parametrize("listen", ["[::1]:0", "*:0", ":0", "localhost:0"])
-@pytest.mark.needs("loopback-ipv6")
-def test_addresses_of_both_kinds_can_be_named(listen: str) -> None:
-    process = subprocess.Popen([*SENNIT, "metrics", "--listen", listen], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        said = process.stderr.readline()
-        port = re.search(r":(\d+)/metrics", said)
-        assert port is not None, said
-        for host in (
-            ("[::1]",) if listen.startswith("[") else ("127.0.0.1",) if listen[0] == "l" else ("[::1]", "127.0.0.1")
-        ):
-            with urllib.request.urlopen(f"http://{host}:{port[1]}/metrics", timeout=DEADLINE_S) as answer:
-                assert answer.read().endswith(b"# EOF\n")
-    finally:
-        process.terminate()
-        process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0
+def test_what_is_split_goes_to_those_who_need_it() -> None:
+    assert counters.shares({1: 5, 2: 100, 3: 100}, 65) == {1: 5, 2: 30, 3: 30}
+    assert counters.shares({1: 5, 2: 6}, 100) == {1: 5, 2: 6}
+    assert counters.shares({}, 100) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import http.server
+import itertools
 import json
 import os
 import re
@@ -248,6 +249,40 @@ def test_a_collector_gets_counts_and_gauges() -> None:
     assert "sennit_rtt_us" not in second  # no rank counts it any more
 
 
+def test_a_collector_gets_every_set_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In requests of a limited size. (Instruments of the SDK would make one of all above 2,000.)"""
+    pytest.importorskip("opentelemetry.exporter", reason="the OpenTelemetry SDK is not installed")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    from sennit.runtime.telemetry import otlp
+
+    monkeypatch.setattr(otlp, "POINTS_MAX", 1000)
+    Collector.bodies.clear()
+    Collector.status = 200
+    many = [
+        samples.Sample(name="sennit_lost_packets", is_gauge=False, labels={"peer": f"{peer}"}, value=peer)
+        for peer in range(2500)
+    ]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            exporter = otlp.Exporter(f"http://127.0.0.1:{server.server_port}/v1/metrics")
+            assert exporter.send(many)
+            exporter.close()
+        finally:
+            server.shutdown()
+            thread.join(DEADLINE_S)
+    found = []
+    for body in Collector.bodies[:3]:
+        request = ExportMetricsServiceRequest()
+        request.ParseFromString(body)
+        (metric,) = request.resource_metrics[0].scope_metrics[0].metrics
+        found.append([(point.attributes[0].value.string_value, point.as_int) for point in metric.sum.data_points])
+    assert list(map(len, found)) == [1000, 1000, 500]
+    assert list(itertools.chain(*found)) == [(one.labels["peer"], one.value) for one in many]
+
+
 def test_a_collector_that_is_not_there_is_no_end() -> None:
     """And if a proxy stands before it, that is said, with what to do."""
     pytest.importorskip("opentelemetry.exporter", reason="the OpenTelemetry SDK is not installed")
@@ -312,7 +347,7 @@ def test_process_groups_of_one_process_are_told_apart() -> None:
     pages = [
         counters.Page(
             file=counters.FOLDER / f"sennit.counters-{number:016x}",
-            rank=0, world=2, process=7, began_ns=0, is_alive=True, owner=0, blocks=(block,),
+            rank=0, world=2, process=7, began_ns=0, is_alive=True, owner=0, account=0, blocks=(block,),
         )
         for number in (1, 2)
     ]  # fmt: skip
