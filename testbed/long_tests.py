@@ -124,9 +124,16 @@ PARTS: Final = {
         files=("testbed/test_empty_roots.py",),
         limit_s=7_200,
     ),
+    "hostile counters": Part(
+        what="a million mutated pages of counters to all of their readers, and a hundred thousand mutated requests to "
+        "`sennit metrics`",
+        command=_LONG,
+        files=("testbed/test_hostile_*.py",),
+        limit_s=5_400,
+    ),
     "commands": Part(
-        what="tests marked `long` of commands and the testbed: short forms of all scenarios, hostile pages of counters "
-        "by the million, and a bundle for a GPU machine",
+        what="tests marked `long` of commands and the testbed: short forms of all scenarios, and a bundle for a GPU "
+        "machine",
         command=_LONG,
         files=("testbed/**/test_*.py", "test_*.py"),
         limit_s=5_400,
