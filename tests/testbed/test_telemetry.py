@@ -312,6 +312,10 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     }
     assert asked <= names
     assert len(asked) >= 8
+    # Ranks of two users have the same numbers, and another user's page says what it likes.
+    sums = [labels for expression in expressions for labels in re.findall(r" by \(([^)]*)\)", expression)]
+    assert len(sums) > 20
+    assert not [labels for labels in sums if "user" not in labels.split(", ")]
 
 
 def test_grafana_keeps_every_field_of_the_dashboard() -> None:

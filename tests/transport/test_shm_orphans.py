@@ -45,3 +45,35 @@ def test_orphans_are_removed(old_segments: tuple[Path, Path]) -> None:
         assert Path(f"{held}.bell").exists()
     assert not orphan.exists()
     assert not Path(f"{orphan}.bell").exists()
+
+
+LOOK_AT_OPENED = """
+import ctypes, os, struct
+from pathlib import Path
+from sennit.transport.counter_page import CounterPage
+IN_OPEN = 0x20  # linux/inotify.h
+watch = ctypes.CDLL(None).inotify_init1(os.O_NONBLOCK)
+files = [Path("/dev/shm", name) for name in ("sennit-0123456789abcdef", "sennit.counters-0123456789abcdef")]
+for file in files:
+    file.write_bytes(bytes(4096))
+    os.utime(file, (1, 1))
+    os.chown(file, 65534, 65534)
+    assert ctypes.CDLL(None).inotify_add_watch(watch, os.fsencode(file), IN_OPEN) > 0
+"""
+OPENED = """
+CounterPage(0, 1).close()
+try:
+    raise SystemExit(f"opened: {os.read(watch, 4096)}")
+except BlockingIOError:
+    pass
+files[0].read_bytes()
+assert struct.unpack_from("=iI", os.read(watch, 4096))[1] == IN_OPEN
+"""
+
+
+@pytest.mark.root
+def test_files_of_other_users_are_not_even_opened() -> None:
+    """There may be many, and each rank that starts looks at them. In a /dev/shm that nobody else looks at."""
+    in_own_folder = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" -c "$1"']
+    program = LOOK_AT_OPENED + MAKE_SEGMENT + OPENED
+    subprocess.run([*in_own_folder, sys.executable, program], check=True, timeout=60)
