@@ -22,7 +22,7 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.columns import Ragged
 from sennit.offload.framing import frame
 from sennit.offload.plan import FeaturePlan, Sparse
-from sennit.offload.records import Rows, encode_records
+from sennit.offload.records import HEADER, Rows, encode_records, sealed
 from sennit.offload.schema import Dense, Ids, Schema
 
 SESSION: Final = 79
@@ -84,13 +84,38 @@ def expected(batch: int) -> tuple[bytes, ...]:
     return tuple(column.tobytes() for column in columns)
 
 
+class Packets:
+    """The packets of batches, as frames for the program."""
+
+    def __init__(self) -> None:
+        records = encode_records(SCHEMA, rows(0, CONTENTS * ROWS))
+        starts = np.cumsum([0, *map(len, records)]).astype(np.uint64)
+        content = np.frombuffer(b"".join(records), np.uint8)
+        self._sender = RecordSender(content, starts, 0, SCHEMA.schema_id, SESSION, BODY_MAX_BYTES)
+
+    def of(self, batch: int) -> list[bytes]:
+        """In the order of its rows."""
+        return [frame(packet, PORT) for packet in self._datagrams(batch)]
+
+    def malformed(self, batch: int) -> list[bytes]:
+        """Those of a batch, each without its last byte: whole, and with lists that the program has written when it
+        finds that the last record does not end with the packet."""
+        found = []
+        for packet in self._datagrams(batch):
+            *begin, body_bytes, _ = HEADER.unpack_from(packet)
+            head = HEADER.pack(*begin, body_bytes - 1, 0)
+            found.append(frame(sealed(head + packet[HEADER.size : -1]), PORT))
+        return found
+
+    def _datagrams(self, batch: int) -> list[bytes]:
+        first = batch % CONTENTS * ROWS
+        return self._sender.packets(np.arange(first, first + ROWS), batch, 0)
+
+
 def main(program: int, memory: int, cpu: int, seed: int) -> None:
     os.sched_setaffinity(0, [cpu])
     words = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("Q")
-    records = encode_records(SCHEMA, rows(0, CONTENTS * ROWS))
-    starts = np.cumsum([0, *map(len, records)]).astype(np.uint64)
-    content = np.frombuffer(b"".join(records), np.uint8)
-    sender = RecordSender(content, starts, 0, SCHEMA.schema_id, SESSION, BODY_MAX_BYTES)
+    packets = Packets()
     choice, parent = random.Random(seed), os.getppid()
     sent: dict[int, list[bytes]] = {}
     made = 0
@@ -99,10 +124,7 @@ def main(program: int, memory: int, cpu: int, seed: int) -> None:
         if made == released + SLOTS:
             os.sched_yield()
         while made < released + SLOTS:
-            batch = number(made)
-            first = batch % CONTENTS * ROWS
-            packets = sender.packets(np.arange(first, first + ROWS), batch, 0)
-            sent[made] = [frame(packet, PORT) for packet in packets]
+            sent[made] = packets.of(number(made))
             for each in sent[made]:
                 run_program(program, "feed", each)
             sent.pop(made - 3 * SLOTS, None)
