@@ -39,8 +39,16 @@ PYTEST: Final = ("-m", "pytest", "--long", "-v", "-p", "no:cacheprovider", "--du
 PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 IN_TWO: Final = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 BEGIN, END = "<!-- long tests: begin -->", "<!-- long tests: end -->"
+REPLAYED: Final = "replayed batches"
+# The page that says what the part REPLAYED found.
+PLANS: Final = ROOT / "docs" / "reference" / "feature-plans.md"
+PLANS_BEGIN, PLANS_END = f"<!-- {REPLAYED}: begin -->", f"<!-- {REPLAYED}: end -->"
 MODEL: Final = "build/model/transport/csrc/tests/model"
 NETWORKS: Final = "build/model/transport/csrc/tests/networks"
+
+
+# The last line of pytest, of the model, of the fuzzers, of ctest and of scenarios, whichever a part prints.
+_ENDS: Final = re.compile(r"^.*(?:\d+ passed|\d+ failed|tests passed|schedules|fuzz: |cases).*$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,9 @@ class Part:
 
     limit_s: int
     """After it the part has failed."""
+
+    says: re.Pattern[str] = _ENDS
+    """What goes into the record: the last line of its output that this finds."""
 
 
 _LONG: Final = (*PYTEST, *IN_TWO, "-m", "long", "--seed", "{seed}")
@@ -98,9 +109,17 @@ PARTS: Final = {
         ),
         limit_s=5_400,
     ),
+    REPLAYED: Part(
+        what="ten million batches at XDP, which two processors fill with packets, replays and malformed ones, while "
+        "one of them reads",
+        command=(*PYTEST, "--seed", "{seed}"),
+        files=("offload/test_xdp_races.py",),
+        limit_s=5_400,
+        says=re.compile(r"^.* batches, .* wrong; .*$", re.MULTILINE),
+    ),
     "streams": Part(
-        what="tests marked `long` of streams and feeders: deaths, newcomers, every format, two million batches at XDP "
-        "while packets are replayed, and a stream of ten times the memory that a run may use",
+        what="tests marked `long` of streams and feeders: deaths, newcomers, every format, and a stream of ten times "
+        "the memory that a run may use",
         command=_LONG,
         files=(
             "runtime/stream/**/test_*.py",
@@ -232,9 +251,6 @@ PARTS: Final = {
     ),
 }
 
-# The last line of pytest, of the model, of the fuzzers, of ctest and of scenarios, whichever a part prints.
-_ENDS: Final = re.compile(r"^.*(?:\d+ passed|\d+ failed|tests passed|schedules|fuzz: |cases).*$", re.MULTILINE)
-
 
 def files_of(name: str) -> list[str]:
     """The test files of a part with patterns: each file belongs to the first part that names it."""
@@ -270,7 +286,7 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
                 while os.waitpid(-process.pid, 0):
                     pass
             process.wait()
-    ends = _ENDS.findall(log.read_text(errors="replace", encoding="utf-8"))
+    ends = part.says.findall(log.read_text(errors="replace", encoding="utf-8"))
     return {
         "date": str(about["time_utc"])[:10],
         "commit": _commit(),
@@ -304,7 +320,8 @@ def _processor_s() -> float:
 
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    but = (f":!{path.relative_to(ROOT)}" for path in (RECORD, PAGE))  # which a part before this one has written
+    # Parts before this one have written these.
+    but = (f":!{path.relative_to(ROOT)}" for path in (RECORD, PAGE, PLANS))
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", *but], cwd=ROOT, check=False).returncode != 0
     return done.stdout.strip() + (" and changes" if changed else "")
 
@@ -327,6 +344,24 @@ def listed(record: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def replayed(record: dict[str, dict[str, Any]]) -> str:
+    """What the page of plans says of the part REPLAYED."""
+    if (one := record.get(REPLAYED)) is None:
+        return "Ten million batches of that have not been run yet."
+    text = f"The last long run, {one['date']}, commit {one['commit']}, {place(one)}: {one['outcome']}; "
+    return textwrap.fill(f"{text}{one['said'] or 'no batch'}.", 118, break_long_words=False, break_on_hyphens=False)
+
+
+def write_pages(record: dict[str, dict[str, Any]]) -> None:
+    """Writes what the pages say of a record."""
+    for page, begin, end, part in (
+        (PAGE, BEGIN, END, listed(record)),
+        (PLANS, PLANS_BEGIN, PLANS_END, replayed(record)),
+    ):
+        text = with_part(page.read_text(encoding="utf-8"), begin, end, part, what="the long tests")
+        page.write_text(text, encoding="utf-8")
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make test-long")
     parser.add_argument("--parts", default="", help=f"some of: {', '.join(PARTS)}; commas between them; default: all")
@@ -344,10 +379,7 @@ def main(arguments: Sequence[str]) -> int:
         record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         record[name] = entry
         RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        PAGE.write_text(
-            with_part(PAGE.read_text(encoding="utf-8"), BEGIN, END, listed(record), what="the long tests"),
-            encoding="utf-8",
-        )
+        write_pages(record)
         print(f"test-long: {name}: {entry['outcome']} in {entry['seconds']} s. {entry['said']}", flush=True)
         if entry["outcome"] != "passed":
             failed.append(name)

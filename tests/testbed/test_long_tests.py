@@ -31,7 +31,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     page.write_text(f"before\n{long_tests.BEGIN}\n{long_tests.END}\nafter\n")
     for name, value in {"PARTS": parts, "LOGS": tmp_path / "logs", "RECORD": tmp_path / "record.json"}.items():
         monkeypatch.setattr(long_tests, name, value)
+    plans = tmp_path / "plans.md"
+    plans.write_text(f"{long_tests.PLANS_BEGIN}\n{long_tests.PLANS_END}\n")
     monkeypatch.setattr(long_tests, "PAGE", page)
+    monkeypatch.setattr(long_tests, "PLANS", plans)
     monkeypatch.setattr(long_tests, "ROOT", tmp_path.parent)
     monkeypatch.setattr(long_tests, "_commit", lambda: "abc1234")
     return page
@@ -50,6 +53,28 @@ def test_a_part_that_fails_or_hangs_stops_no_other(record: Path, capsys: pytest.
     assert "seed 7: passed (3 passed, seed 7)" in text
     assert text.startswith("before")
     assert text.endswith("after")
+
+
+def test_the_page_of_plans_says_what_was_replayed(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the test, which stand before pytest's last line."""
+    said = "10,000,000 batches, 0 wrong; 3 duplicates, 2 malformed, 1 busy"
+    part = Part(
+        what="",
+        command=("-c", f"print('{said}'); print('500 passed')"),
+        limit_s=60,
+        says=PARTS[long_tests.REPLAYED].says,
+    )
+    monkeypatch.setitem(long_tests.PARTS, long_tests.REPLAYED, part)
+    assert long_tests.main(["--parts", "good"]) == 0
+    assert "have not been run yet" in long_tests.PLANS.read_text()
+    assert long_tests.main(["--parts", long_tests.REPLAYED]) == 0
+    assert f"passed; {said}." in " ".join(long_tests.PLANS.read_text().split())
+
+
+def test_the_pages_are_those_of_the_record() -> None:
+    record = json.loads(long_tests.RECORD.read_text())
+    assert long_tests.listed(record) in long_tests.PAGE.read_text()
+    assert long_tests.replayed(record) in long_tests.PLANS.read_text()
 
 
 def test_parts_that_do_not_run_keep_their_entries(record: Path) -> None:
@@ -110,9 +135,10 @@ def test_each_file_of_tests_is_in_one_part() -> None:
 
 
 def test_the_record_of_parts_before_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, path in {"ROOT": tmp_path, "RECORD": tmp_path / "r.json", "PAGE": tmp_path / "p.md"}.items():
+    paths = {"ROOT": tmp_path, **{name: tmp_path / name for name in ("RECORD", "PAGE", "PLANS")}}
+    for name, path in paths.items():
         monkeypatch.setattr(long_tests, name, path)
-    for path in (tmp_path / "source", long_tests.RECORD, long_tests.PAGE):
+    for path in (tmp_path / "source", long_tests.RECORD, long_tests.PAGE, long_tests.PLANS):
         path.write_text("before")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "c"]):
