@@ -375,6 +375,10 @@ class StreamOrder(Numbering):
 
         return Part(validation.rest, lambda number: held.place_of_rest(validation.place_of_rest(number)), has)
 
+    def judged_part(self) -> Part:
+        """The rows by which an evaluation is the best: those for validation, or else for evaluation."""
+        return self._evaluation_part() if self.validation is None else self._validation_part()
+
     def _validation_part(self) -> Part:
         held, validation = self.held, self.validation
         assert validation is not None

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
+import numpy as np
 import torch.distributed as dist
 
 from sennit.options import Option, check
 from sennit.runtime.backend.first_rank import place_in
 from sennit.runtime.data import sources
-from sennit.runtime.data.arrow_columns import check_types
+from sennit.runtime.data.arrow_columns import Piece, check_types, labels_of
 from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.order import OrderSettings
@@ -165,6 +166,27 @@ class OpenedStream:
             world_size=world_size,
             gather=gather,
         )
+
+    def only_label(self) -> float | None:
+        """The label that all rows have by which an evaluation is judged, of several labels the first; None: there are
+        two. Reads labels of blocks until another one comes.
+        """
+        index, part = self.stream.index, self.order.judged_part()
+        schema = replace(self.stream.schema, labels=self.stream.schema.labels[:1])
+        first: float | None = None
+        begin, end = part.rows((0, part.count))
+        for block in range(index.block_of(begin), index.block_of(end - 1) + 1):
+            block_begin = index.begin_of(block)
+            if not part.has(np.arange(block_begin, int(index.ends[block]))).any():
+                continue
+            for place, rows in index.read(block_begin, int(index.ends[block]), schema.labels):
+                row = block_begin + place.row
+                labels = labels_of([Piece(rows, place)], schema).numpy()[part.has(np.arange(row, row + len(rows)))]
+                for label in np.unique(labels):
+                    if first is not None and label != first:
+                        return None
+                    first = float(label)
+        return first
 
 
 def open_stream(

@@ -21,6 +21,7 @@ from sennit.runtime.stream.settings import OpenedStream, open_source
 from sennit.runtime.stream.source import StreamSource
 from sennit.runtime.stream.synthetic_data import is_synthetic, settings_of
 from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.metrics import METRICS
 from sennit.runtime.training.rebalance import shape_of
 from sennit.runtime.training.supply import MakeSource, known_preprocessing, resumed
 from sennit.transport.errors import ConfigError
@@ -36,7 +37,7 @@ def opened(config: TrainingConfig) -> OpenedStream:
 
 
 def _opened(config: TrainingConfig) -> OpenedStream:
-    return open_source(
+    found = open_source(
         config.source,
         config.stream,
         config.order_settings,
@@ -44,6 +45,14 @@ def _opened(config: TrainingConfig) -> OpenedStream:
         adapted=functools.partial(_as_asked, config),
         histories=reads_histories(config.model),
     )
+    if config.stop_early is not None and (label := found.only_label()) is not None:
+        # Otherwise an epoch would be for nothing: its evaluation says the same (`Best.hear`).
+        count = found.order.judged_part().count
+        raise DataError(
+            f"--stop-early needs {METRICS[config.best_by]}, which is not defined: all {count:,} held-back samples have "
+            f"the label {label:.0f}; hold back samples of both classes, or leave --stop-early out"
+        )
+    return found
 
 
 def _as_asked(config: TrainingConfig, schema: Schema) -> Schema:

@@ -95,10 +95,13 @@ def test_held_back_samples_of_one_class_are_named_and_no_reason_to_stop(
     assert quality(np.zeros(held_back), np.zeros(held_back)).undefined == why
     assert quality(np.zeros(2), np.arange(2.0)).undefined == ""
     with pytest.raises(AssertionError):
-        train(tmp_path / "early.json", *data, "--stop-early", "1", "--checkpoint", str(tmp_path / "saved"))
+        saving = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "1"]
+        train(tmp_path / "early.json", *data, "--stop-early", "1", *saving)
     assert f"--stop-early needs normalised entropy, which is not defined: {why}" in " ".join(
         capfd.readouterr().err.split()
     )
+    # It was refused before the first step.
+    assert not list((tmp_path / "saved").glob("*"))
 
 
 def test_a_note_of_the_best_without_calibration_is_read(tmp_path: Path) -> None:

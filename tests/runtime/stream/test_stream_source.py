@@ -24,6 +24,7 @@ from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 from sennit.runtime.data.schema import DenseField, read_schema
 from sennit.runtime.data.source import Source
 from sennit.runtime.stream.fitting import Frequencies, Moments, fit
+from sennit.runtime.stream.parquet_file import ParquetFile
 from sennit.runtime.stream.reader import Reader
 from sennit.runtime.stream.settings import OpenedStream, StreamSettings, open_stream, short_stream
 from sennit.runtime.stream.source import StreamSource
@@ -50,6 +51,36 @@ def opened(folder: Path, seed: int, rows: Any, *, order: str = "shuffled", **set
     source = Source(data=str(folder), schema=folder / "schema.toml")
     chosen = StreamSettings(order=order, shuffle_rows=250, **settings)
     return open_stream(source, read_schema(folder / "schema.toml"), chosen, run)
+
+
+def test_the_label_that_all_held_back_rows_have_is_found_before_training(seed: int, tmp_path: Path) -> None:
+    """And where there are two labels, the first blocks say so."""
+
+    def only_label(labels: Any, **settings: Any) -> float | None:
+        rows = table(seed)
+        number = rows.schema.names.index("clicked")
+        found = opened(tmp_path, seed, rows.set_column(number, "clicked", pa.array(labels)), **settings)
+        blocks.clear()
+        return found.only_label()
+
+    blocks: list[int] = []
+    both = np.arange(1200) % 2 == 0
+    one = np.ones(1200, np.bool_)
+    with pytest.MonkeyPatch.context() as patch:
+        read = ParquetFile.read
+
+        def counted(self: ParquetFile, block: int, columns: Any, *, begin: int = 0) -> Any:
+            blocks.append(block)
+            return read(self, block, columns, begin=begin)
+
+        patch.setattr(ParquetFile, "read", counted)
+        assert only_label(both) is None
+        assert len(blocks) == 1
+        assert (only_label(one), only_label(~one)) == (1.0, 0.0)
+        assert len(blocks) == 15
+        # Without an order of its own, the last tenth is held back.
+        assert only_label(np.where(np.arange(1200) < 1080, both, one), order="time") == 1.0
+        assert len(blocks) == 2
 
 
 def fitted(found: OpenedStream, world_size: int = 1) -> list[Preprocessing]:
