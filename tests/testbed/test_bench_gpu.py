@@ -60,6 +60,7 @@ case $1 in
     (exec 9>$LOCK; flock 9; sleep 1000) & sleep 1000 ;;
   dies) echo it dies; kill -SEGV $$ ;;
   silent) ;;
+  nan) printf '{"results": [{"name": "x", "ms": NaN}]}' >$2 ;;
   *) printf '{"results": [{"name": "x", "ms": 2, "samples_per_s": 500}]}' >$2 ;;
 esac
 """
@@ -69,7 +70,7 @@ def test_a_part_that_hangs_or_dies_takes_no_other_with_it(tmp_path: Path, monkey
     program, lock = tmp_path / "part.sh", tmp_path / "lock"
     program.write_text(PARTS)
     monkeypatch.setenv("LOCK", str(lock))
-    limits_s = {"machine": 60.0, "old": 60.0, "hangs": 2.0, "dies": 60.0, "silent": 60.0, "fine": 60.0}
+    limits_s = {"machine": 60.0, "old": 60.0, "hangs": 2.0, "dies": 60.0, "silent": 60.0, "nan": 60.0, "fine": 60.0}
     report = gpu.run(gpu.Settings(), folder=tmp_path, program=("sh", str(program)), limits_s=limits_s)
     parts = report["parts"]
     assert list(parts) == list(limits_s)
@@ -83,6 +84,8 @@ def test_a_part_that_hangs_or_dies_takes_no_other_with_it(tmp_path: Path, monkey
     assert parts["dies"]["traceback"].startswith("it dies")
     assert parts["silent"]["error"] == "exit code 0, and it saved 0 results"
     assert json.loads((tmp_path / "fine.json").read_text()) == parts["fine"]
+    # JSON knows no NaN, and other programs read these files.
+    assert '"ms": null' in (tmp_path / "nan.json").read_text()
     assert report["versions"] == {"torch": "2"}
     assert len(gpu.failures(report)) == 3
     text = gpu_summary.page(report)
@@ -277,3 +280,9 @@ def test_what_has_no_published_time_has_no_goal() -> None:
     one = {"name": "backward+row_wise_adagrad, uniform ids", "graph_ms": 9.0, "share_of_copy": 0.4, "goal_ms": None}
     assert gpu_summary.slow({"parts": {"embedding": {"results": [one]}}}) == []
     assert gpu.text_of(one) == "9.000 ms, 40% of a copy"
+
+
+def test_what_a_part_saves_is_json_to_other_programs(tmp_path: Path) -> None:
+    gpu_part.write(tmp_path / "part.json", {"results": [{"ms": float("nan"), "gb_per_s": float("inf")}]})
+    found = json.loads((tmp_path / "part.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"results": [{"ms": None, "gb_per_s": None}]}

@@ -284,3 +284,10 @@ def test_every_source_is_a_command(tmp_path: Path) -> None:
         context = group.commands[words[1]].make_context(words[1], words[2:])
         if group is scenarios:
             catalogue.choose(context.params["names"])
+
+
+def test_a_figure_that_is_not_finite_is_not_written() -> None:
+    figures = Figures.read(DOCS / "performance.json")
+    figures.runs["none"] = {"took_s": float("nan")}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        figures.text()

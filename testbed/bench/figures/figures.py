@@ -181,9 +181,9 @@ class Figures:
             yield from ((f"{table.name}: {row.name}", row.run) for row in table.rows if not row.goal)
 
     def text(self) -> str:
-        """What `read` reads. A list of figures is one line."""
+        """What `read` reads. A list of figures is one line. Raises ValueError for one that is not finite."""
         tables = [{**vars(table), "rows": [_kept(row) for row in table.rows]} for table in self.tables]
-        text = json.dumps({**vars(self), "tables": tables}, indent=1, ensure_ascii=False)
+        text = json.dumps({**vars(self), "tables": tables}, indent=1, ensure_ascii=False, allow_nan=False)
         return (
             re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + re.sub(r",\n\s+", ", ", found[1]) + "]", text) + "\n"
         )

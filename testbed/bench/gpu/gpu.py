@@ -28,6 +28,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from sennit.command_line import json_text
 from sennit.runtime.calibrate import machine
 
 LIMITS_S: Final = {
@@ -153,7 +154,7 @@ def run_part(
     if "error" in found:
         found["traceback"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     found["took_s"] = round(time.monotonic() - began_s, 1)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json_text(found), encoding="utf-8")
     return found
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.command_line import json_text
 from sennit.errors import Unsupported
 from sennit.testbed.bench.gpu.gpu import Settings
 
@@ -85,7 +86,7 @@ def merged(found: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def write(path: Path, found: dict[str, Any]) -> None:
     """Writes the file whole or not at all: the process may be killed at any time."""
     being_made = path.with_suffix(".part")
-    being_made.write_text(json.dumps(found), encoding="utf-8")
+    being_made.write_text(json_text(found), encoding="utf-8")
     os.replace(being_made, path)
 
 
