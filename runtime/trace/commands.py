@@ -9,7 +9,7 @@ import importlib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -35,6 +35,8 @@ app = typer.Typer(
 )
 
 SESSION = {"allow_interspersed_args": False}
+ROWS_MAX: Final = 1000
+"""Of a table on the screen: any user's process may count as 65,536 paths, which take minutes to show."""
 
 Command = Annotated[list[str] | None, typer.Argument(help="run this command and end with it; put it after --")]
 Process = Annotated[
@@ -201,6 +203,13 @@ def _session(
             program = attached.enter_context(kind.attach(target))
         except (SessionError, Unsupported) as error:
             _fail(str(error))
+        console = stdout_console()
+
+        def show_table(found: list[Any]) -> None:
+            console.print(kind.table(found[:ROWS_MAX]))
+            if len(found) > ROWS_MAX:
+                typer.echo(f"and {len(found) - ROWS_MAX:,} more rows; --json FILE has all of the session", err=True)
+
         is_said = False
 
         def hint() -> None:
@@ -215,7 +224,6 @@ def _session(
                 until = "" if command or seconds else "; an interrupt ends it"
                 typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {target}{until}", err=True)
                 hint()
-                console = stdout_console()
                 collect = functools.partial(kind.collect, program, **choices)
                 before: list[Any] = []
 
@@ -224,7 +232,7 @@ def _session(
                     now = collect()
                     if not now:
                         hint()
-                    console.print(kind.table(session.since(before, now)))
+                    show_table(session.since(before, now))
                     before = now
 
                 watched.watch(seconds, interval_s, show)
@@ -233,7 +241,7 @@ def _session(
                 typer.echo(f"nothing was seen: {why_empty(target, kind.LIBRARY)}", err=True)
             if interval_s:
                 console.print("the whole session:")
-            console.print(kind.table(rows))
+            show_table(rows)
             if any(uncounted.values()):
                 typer.echo(f"not counted: {uncounted['map_full']:,} hits for which there was no room, "
                            f"{uncounted['unmatched']:,} ends of what had begun before", err=True)  # fmt: skip

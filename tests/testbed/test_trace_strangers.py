@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ pytest.importorskip("sennit.offload._native", reason="the native receiver is not
 
 from sennit.command_line import printable
 from sennit.ebpf import compiler
-from sennit.runtime.trace import ingest, paths, stalls, target
+from sennit.runtime.trace import commands, ingest, paths, stalls, target
 from sennit.runtime.trace.target import target_of, why_empty
 from sennit.runtime.trace.tracing import Tracing
 from sennit.transport import tracepoints
@@ -98,6 +99,24 @@ def test_numbers_that_this_version_does_not_know_are_shown(tmp_path: Path) -> No
     assert feeder.errors == 1
     for kind, rows in ((paths, [path]), (stalls, waits), (ingest, [trainer, feeder])):
         assert kind.table(rows).columns if kind is not ingest else kind.table(rows).renderables
+
+
+@pytest.mark.root
+@pytest.mark.needs("tracepoints")
+def test_many_rows_are_cut_on_the_screen_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process may call itself as many ranks as there is room for in the session's map."""
+    written = tmp_path / "paths.json"
+    many = [paths.Path(rank=rank, peer=1, path=0) for rank in range(7)]
+    monkeypatch.setattr(paths, "collect", lambda tracing: many)
+    monkeypatch.setattr(commands, "ROWS_MAX", 3)
+    with pytest.raises(SystemExit, match="0"):
+        commands.app(["paths", "--seconds", "0.1", "--json", str(written)])
+    shown = capsys.readouterr()
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["rank", "0", "1", "2"]
+    assert shown.err.endswith("and 4 more rows; --json FILE has all of the session\n")
+    assert len(json.loads(written.read_text())["rows"]) == 7
 
 
 @pytest.mark.root

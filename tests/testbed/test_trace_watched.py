@@ -165,9 +165,10 @@ def test_a_reader_that_goes_costs_the_command_nothing(command: list[str]) -> Non
         os.close(theirs)
         try:
             assert session.stderr is not None
-            lines = [session.stderr.readline(), session.stderr.readline()]
-            assert "tracepoints of every process" in lines[0]
-            assert "the session has ended" in lines[-1]
+            assert "tracepoints of every process" in session.stderr.readline()
+            # Other processes of this machine may have libraries of their own.
+            line = next(line for line in iter(session.stderr.readline, "") if not line.startswith("not seen: "))
+            assert "the session has ended" in line
             Path(word).write_text("end\n")
             assert (session.wait(DEADLINE_S), session.stderr.read()) == (7, "")
         finally:
