@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sennit.offload.arrow_columns import text_ids
+from sennit.offload.columns import INT64_MAX
 from sennit.runtime.data.column_types import Place, cast, check_names, is_binary, is_list, is_number, is_text, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
@@ -251,8 +252,9 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
             ids.append(text_ids(column))
             continue
         values = np.asarray(column.to_numpy(zero_copy_only=False))
-        if part.encode == "id":
-            _check_rows(piece, part, values, of_rows)
+        if wrong := wrong_id(part, values):
+            row = np.searchsorted(np.cumsum(of_rows), wrong[0], side="right")
+            raise piece.error(part.name, row, wrong[1])
         # Of ids of 2^63 or more, the bits count.
         ids.append(values.astype(np.int64))
     return Feature(
@@ -292,10 +294,15 @@ def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:
     return column, counts
 
 
-def _check_rows(piece: Piece, part: SparseField, values: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> None:
-    """`counts`: how many of the values each row has."""
-    wrong = np.flatnonzero((values < 0) | (values >= part.rows))
-    if len(wrong):
-        row = np.searchsorted(np.cumsum(counts), wrong[0], side="right")
-        message = f"row id {int(values[wrong[0]])}; allowed in table {part.name}: [0, {part.rows})"
-        raise piece.error(part.name, row, message)
+def wrong_id(part: SparseField, values: npt.NDArray[Any]) -> tuple[int, str] | None:
+    """(place, what is wrong): the first of these integers that the column may not have."""
+    if part.encode == "id":
+        wrong = np.flatnonzero((values < 0) | (values >= part.rows))
+        what, allowed = "row id", f"in table {part.name}: [0, {part.rows})"
+    elif part.encode == "value" and values.dtype == np.uint64:
+        # A model reads int64, where it would be a negative one.
+        wrong = np.flatnonzero(values > INT64_MAX)
+        what, allowed = "value", "with encode = 'value': int64"
+    else:
+        return None
+    return (int(wrong[0]), f"{what} {int(values[wrong[0]])}; allowed {allowed}") if len(wrong) else None

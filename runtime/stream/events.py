@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.offload.arrow_columns import text_ids
+from sennit.runtime.data.arrow_columns import wrong_id
 from sennit.runtime.data.column_types import cast
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
@@ -47,13 +48,8 @@ class EventColumn:
                 f"{place.behind(wrong).of(self.name)}: null; allowed in a history: no nulls, or encode = 'dictionary'"
             )
         values = _ids(_decoded(column))
-        if self._field.encode == "id":
-            strange = np.flatnonzero((values < 0) | (values >= self._field.rows))
-            if len(strange):
-                raise DataError(
-                    f"{place.behind(int(strange[0])).of(self.name)}: row id {int(values[strange[0]])}; "
-                    f"allowed in table {self.name}: [0, {self._field.rows})"
-                )
+        if refused := wrong_id(self._field, values):
+            raise DataError(f"{place.behind(refused[0]).of(self.name)}: {refused[1]}")
         return values
 
     def _coded(self, column: Any) -> Ints:

@@ -94,8 +94,8 @@ def test_held_back_samples_of_one_class_are_named_and_no_reason_to_stop(
     why = f"all {held_back} held-back samples have the label 0"
     assert quality(np.zeros(held_back), np.zeros(held_back)).undefined == why
     assert quality(np.zeros(2), np.arange(2.0)).undefined == ""
+    saving = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "1"]
     with pytest.raises(AssertionError):
-        saving = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "1"]
         train(tmp_path / "early.json", *data, "--stop-early", "1", *saving)
     assert f"--stop-early needs normalised entropy, which is not defined: {why}" in " ".join(
         capfd.readouterr().err.split()

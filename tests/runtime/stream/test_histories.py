@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from sennit.errors import DeviceError
 from sennit.runtime.data import sources
+from sennit.runtime.data.arrow_columns import Piece, raw_samples
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.schema import HISTORY_MAX, Schema, TimeField, parse_schema
@@ -318,6 +319,20 @@ def test_times_of_one_user_that_fall_are_named_before_the_run(in_files: bool, tm
     # A model that does not read them does not care.
     others = parse_schema(content | {"history": {"of": "user", "last": 4, "columns": ["item"]}})
     Histories.open(index, others, **limits)
+
+
+def test_a_value_that_int64_lacks_is_named(tmp_path: Path) -> None:
+    """A model would read it as a negative one."""
+    content = {"label": "clicked", "sparse": FIELDS | {"at": {"encode": "value"}}}
+    schema = parse_schema(content | {"history": {"of": "user", "last": 4, "columns": ["item", "at"]}})
+    at = [*range(250), 2**63 - 1, 2**63, *range(48)]
+    index = index_of(tmp_path / "data", rows_of(np.arange(300) % 7, at=pa.array(at, pa.uint64())), schema)
+    message = r"part-2\.parquet: column at, row group 0, row 51: value 9223372036854775808; allowed .* 'value': int64"
+    with pytest.raises(DataError, match=message):
+        Histories.open(index, schema)
+    for place, rows in index.read(251, 252, schema.columns):
+        with pytest.raises(DataError, match=message):
+            raw_samples("rows", [Piece(rows, place)], schema)
 
 
 def test_ranks_of_a_host_make_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
