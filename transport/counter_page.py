@@ -119,18 +119,26 @@ def _give_name(descriptor: int, folder: Path, name: str) -> None:
 
 def _remove_orphans(folder: Path) -> None:
     """Removes pages of this user whose writers were killed. They stay readable until somebody creates another page."""
-    for path in folder.glob(counters.PATTERN):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid != os.geteuid():  # there may be many
+    begin = counters.PATTERN.removesuffix("*")
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(begin):
                 continue
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                found = os.fstat(descriptor)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-            finally:
-                os.close(descriptor)
+            with contextlib.suppress(OSError):
+                # Those of others are not opened: there may be many.
+                if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    _remove_orphan(entry.path)
+
+
+def _remove_orphan(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+    finally:
+        os.close(descriptor)
 
 
 def _end(descriptor: int, path: Path, process: int) -> None:

@@ -160,7 +160,7 @@ def read(file: Path) -> Page:
     """
     descriptor, found = _open(file)
     try:
-        account = Accounts().of(found.st_uid)
+        account = found.st_uid if found.st_uid == os.geteuid() else Accounts().of(found.st_uid)
         return _read(file, descriptor, found, account, _Allowance(pages=1, size_bytes=PAGE_MAX_BYTES, values=1 << 62))
     finally:
         os.close(descriptor)

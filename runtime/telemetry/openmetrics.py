@@ -7,6 +7,7 @@ prometheus_client writes the text. The server is ours: it keeps no client longer
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import socketserver
@@ -102,14 +103,15 @@ class Latest:
                 begun_s = time.monotonic()
                 self._text, self._begun_s = render(self._read()).encode(), begun_s
                 if (took_s := time.monotonic() - begun_s) > CLIENT_S:
-                    say(f"{len(self._text):,} bytes took {took_s:.0f} s, and a client has {CLIENT_S:.0f} s")
+                    say(f"the text, {len(self._text):,} bytes, took {took_s:.0f} s; a client has {CLIENT_S:.0f} s")
             return self._text
         finally:
             self._lock.release()
 
 
 def say(what: str) -> None:
-    print(f"sennit metrics: {what}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed: the server goes on
+        print(f"sennit metrics: {what}", file=sys.stderr, flush=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -370,6 +370,7 @@ def test_pages_within_the_limit_are_read_and_their_rows_limited(memory: Path) ->
     # Own ones, those of the user with few, and as many more as there may be.
     assert table.row_count == 1 + top.FOREIGN_MAX_ROWS
     assert list(table.columns[2].cells).count("65535") == 0
+    assert top.left_out_text({NOBODY: 3_000, 0: 1}) == "not read: 3,001 pages of other users, most of nobody"
     assert table.caption == f"not shown: {blocks + 3 - top.FOREIGN_MAX_ROWS:,} rows of other users, most of nobody"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import random
 import re
 import socket
@@ -195,7 +196,22 @@ def test_a_text_that_takes_too_long_is_said(
 ) -> None:
     monkeypatch.setattr(openmetrics, "CLIENT_S", -1.0)
     assert server.latest.text(lambda: True).endswith(b"# EOF\n")
-    assert re.search(r"sennit metrics: [\d,]+ bytes took 0 s, and a client has -1 s\n", capsys.readouterr().err)
+    assert re.search(r"metrics: the text, [\d,]+ bytes, took 0 s; a client has -1 s\n", capsys.readouterr().err)
+
+
+class Unread(io.StringIO):
+    """A pipe whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_what_nobody_reads_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, Unread()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        openmetrics.say("a fault")
 
 
 REQUESTS = (
