@@ -75,8 +75,9 @@ def provide(
     """
 
     def take(kind: Kind) -> Path:
-        # All that needs no kernel first: what is missing is then said before minutes of building.
-        debian.require((*runner.TOOLS, *MACHINES[kind].tools), f"a VM of the kind {kind}")
+        # All that is missing is said at once, before minutes of building; nothing where apt has no kernel to build.
+        tools = kernels.tools_to_make(kind, patches)
+        debian.require((*tools, *runner.TOOLS, *MACHINES[kind].tools), f"a VM of the kind {kind}")
         kernels.guest_program()
         kernel = kernels.provide(kind, say, newest=newest, patches=patches)
         reason = problem(kind, kernel, again=True)

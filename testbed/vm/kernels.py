@@ -68,6 +68,20 @@ def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, pat
     return cache.provide(name, make, waiting)
 
 
+def tools_to_make(kind: Kind, patches: Sequence[Path] = ()) -> list[tuple[str, str]]:
+    """Returns the programs that `provide` will run, each with its package; none if the cache has the kernel.
+
+    Raises Unavailable if apt has no such kernel.
+    """
+    try:
+        find(kind, patches)
+    except KernelMissing:
+        if kind is Kind.UML:
+            return uml_kernel.tools(uml_kernel.package_name())
+        stock_kernel.package_name()
+    return []
+
+
 def key(kind: Kind, patches: Sequence[Path] = ()) -> str:
     """Returns the name that `provide` gives the newest kernel in the cache. It changes with version and patches.
 

@@ -22,7 +22,7 @@ PREFIX: Final = "linux-source-"
 BINARY: Final = "linux"
 TOOLS: Final = (
     ("make", "make"),
-    ("gcc", "gcc"),
+    ("gcc", "gcc libc6-dev"),
     ("flex", "flex"),
     ("bison", "bison"),
     ("bc", "bc"),
@@ -65,6 +65,11 @@ def package_name() -> str:
     return max(fitting, key=_numbers)
 
 
+def tools(package: str) -> list[tuple[str, str]]:
+    """Returns the programs that `build` runs, each with its package."""
+    return [*TOOLS, UNPACKER[len(_numbers(package))]]
+
+
 def _numbers(package: str) -> tuple[int, ...]:
     return tuple(int(number) for number in package.removeprefix(PREFIX).split("."))
 
@@ -74,7 +79,7 @@ def build(entry: Path, package: str, version: str, say: Callable[[str], None], p
 
     Applies the patches to Debian's source in their order, after our own patch. Each must fit without fuzz.
     """
-    debian.require((*TOOLS, UNPACKER[len(_numbers(package))]), "building the kernel")
+    debian.require(tools(package), "building the kernel")
     log = entry / "build.log"
     work = entry.parent
     unpacked = work / "package"

