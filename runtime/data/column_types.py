@@ -75,8 +75,8 @@ def type_of_all(
     if encode == "dictionary":
         (place, value), (other, least) = large, negative
         raise DataError(
-            f"{place.of(name)}: value {value}, but {other.of(name)}: value {least}; allowed: values that int64 or "
-            'uint64 has all; with encode = "hash" or "dynamic" the bits count'
+            f"{place.of(name)}: value {value}, but {other.of(name)}: value {least}; allowed: values that int64 has, "
+            'or values that uint64 has; with encode = "hash" or "dynamic" the bits count'
         )
     return kind
 
