@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -25,27 +26,36 @@ _WITH_VALUE: Final = ("-I", "-isystem", "-o", "-c", "-MT", "-MF")
 _LEFT_OUT: Final = ("-I", "-W", "-MD")
 
 
-def part_of(command: Sequence[str]) -> tuple[str, str, str, list[str]]:
-    """Target, object, source, and what decides the object, of a command of the compiler with its arguments."""
+_INCLUDED: Final = re.compile(r'^#include "(/.*\.cpp)"$', re.MULTILINE)
+
+
+def sources_of(source: Path) -> list[Path]:
+    """The files of a group that CMake compiles as one, else the file alone."""
+    text = source.read_text(encoding="utf-8") if source.is_file() else ""
+    return [Path(one) for one in _INCLUDED.findall(text)] or [source]
+
+
+def part_of(command: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
+    """Target, object, names of sources, and what decides the object, of a command of the compiler with arguments."""
     words, found, kept = iter(command), dict[str, str](), []
     for word in words:
         if word in _WITH_VALUE:
             found[word] = next(words)
         elif not word.startswith(_LEFT_OUT):
             kept.append(word)
-    source = Path(found.get("-c", ""))
-    text = source.read_text(encoding="utf-8") if source.is_file() else ""
+    sources = sources_of(Path(found.get("-c", "")))
+    text = "".join(one.read_text(encoding="utf-8") for one in sources if one.is_file())
     unasked = tuple(f"-D{name}" for name in OPTIONAL if name not in text)
     decides = sorted(word for word in kept if not (unasked and word.startswith(unasked)))
     made = found.get("-o", "")
-    return made.partition(".dir/")[0], made, source.name, decides
+    return made.partition(".dir/")[0], made, [one.name for one in sources], decides
 
 
 def known(build: Path, command: Sequence[str]) -> Path | None:
     """The object of the checkout for this command."""
-    target, _, source, decides = part_of(command)
+    target, _, sources, decides = part_of(command)
     for one in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
-        if Path(one["file"]).name == source:
+        if [path.name for path in sources_of(Path(one["file"]))] == sources:
             there, made, _, other = part_of(shlex.split(one["command"])[1:])
             if (there, other) == (target, decides) and (build / made).is_file():
                 return build / made
