@@ -99,6 +99,7 @@ def feeder(port: int) -> ForkedCommand:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path, port: int) -> None:
     """Saves a checkpoint in the second epoch. Another run is fed the rest.
 
