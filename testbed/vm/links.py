@@ -148,7 +148,8 @@ def gid(number: int, version: int) -> str:
     It is the device's IPv6 address, or its IPv4 address mapped into one (RFC 4291, 2.5.5.2).
     """
     text = address(number, version)
-    return ipaddress.IPv6Address(f"::ffff:{text}" if version == 4 else text).exploded
+    # Not `exploded`: since Python 3.13 it ends with the IPv4 address as it is.
+    return ipaddress.IPv6Address(f"::ffff:{text}" if version == 4 else text).packed.hex(":", 2)
 
 
 def _lines(commands: list[str]) -> str:

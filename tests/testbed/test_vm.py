@@ -192,6 +192,15 @@ def test_a_vm_that_hangs_is_no_command_that_takes_too_long(
     assert processes(tmp_path / "scratch") == []
 
 
+def test_a_step_that_waits_in_vain_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Links, "records", lambda self: [("await", "/sys/class/infiniband/rxe9/*", "fd5e:77")])
+    request = runner.Request(command=("true",), kind=choice().kind, kernel=choice().kernel, memory_bytes=128 << 20)
+    outcome = runner.run(request, output=lambda data: None, errors=lambda data: None)
+    assert outcome.code == 125
+    reason = "setting up the VM failed: fd5e:77 /sys/class/infiniband/rxe9/*: Connection timed out"
+    assert outcome.reason == reason
+
+
 def test_netem_settings_that_tc_refuses_are_named(vm: Vm) -> None:
     done = vm("true", "--links", "1", "--netem", "lose 1%")
     assert done.returncode == 125

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import shutil
@@ -331,6 +332,12 @@ def test_netem_of_one_device_replaces_that_of_all() -> None:
 def test_gids_are_written_as_the_kernel_does() -> None:
     assert links.gid(3, 4) == "0000:0000:0000:0000:0000:ffff:0a4d:0102"
     assert links.gid(3, 6) == "fd5e:0077:0002:0000:0000:0000:0000:0002"
+
+
+def test_gids_are_the_same_where_python_writes_mapped_addresses_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_in_python_3_13 = property(lambda address: f"0000:0000:0000:0000:0000:ffff:{address.ipv4_mapped}")
+    monkeypatch.setattr(ipaddress.IPv6Address, "exploded", as_in_python_3_13)
+    assert links.gid(3, 4) == "0000:0000:0000:0000:0000:ffff:0a4d:0102"
 
 
 def test_a_job_is_counted_strings() -> None:

@@ -91,6 +91,12 @@ static void pause_ms(long milliseconds) {
   nanosleep(&pause, NULL);
 }
 
+static long now_ms(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
 static void load_module(const char* path) {
   int file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0 || (syscall(SYS_finit_module, file, "", 0) < 0 && errno != EEXIST)) fail("load", path);
@@ -132,7 +138,7 @@ static bool holds(const char* path, const char* text) {
 
 // Waits until one of the files that match `pattern` holds `text`.
 static void await_text(const char* pattern, const char* text) {
-  for (int waited_ms = 0; waited_ms < AWAIT_TIMEOUT_MS; waited_ms += AWAIT_PAUSE_MS) {
+  for (long end_ms = now_ms() + AWAIT_TIMEOUT_MS; now_ms() < end_ms;) {
     glob_t found;
     bool there = false;
     if (glob(pattern, 0, NULL, &found) == 0) {
@@ -148,7 +154,7 @@ static void await_text(const char* pattern, const char* text) {
 
 static int open_channel(const char* path) {
   int descriptor = -1;
-  for (int waited_ms = 0; descriptor < 0 && waited_ms < AWAIT_TIMEOUT_MS; waited_ms += AWAIT_PAUSE_MS) {
+  for (long end_ms = now_ms() + AWAIT_TIMEOUT_MS; descriptor < 0 && now_ms() < end_ms;) {
     descriptor = open(path, O_WRONLY | O_NOCTTY | O_CLOEXEC);
     if (descriptor < 0) pause_ms(AWAIT_PAUSE_MS);
   }
