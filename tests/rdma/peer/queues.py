@@ -98,7 +98,7 @@ class Queues:
         return len(self._free)
 
     def connect(self, address: str, numbers: tuple[int, ...], source_ports: tuple[int, ...], payload_max: int) -> None:
-        gid = ipaddress.IPv6Address(address if ":" in address else f"::ffff:{address}").exploded
+        gid = ipaddress.IPv6Address(address if ":" in address else f"::ffff:{address}").packed.hex(":", 2)
         for pair, number, source_port in zip(self._pairs, numbers, source_ports, strict=True):
             label = source_port & FLOW_LABEL_MASK
             attributes = self._attributes()
