@@ -31,7 +31,7 @@ from sennit.runtime.telemetry.rates import (
 )
 from sennit.transport import counters
 from sennit.transport.aggregator import COUNTER_GROUP
-from sennit.transport.tracepoints import PathState
+from sennit.transport.tracepoints import state_name
 
 UNITS: Final = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
 FOREIGN_MAX_ROWS: Final = 250
@@ -193,7 +193,7 @@ def paths_table(ranks: list[RankRates]) -> Table:
     paths = [(rank.page, block) for rank in ranks for block in rank.page.blocks if block.group == "path"]
     for page, block in _limited(table, paths, lambda one: one[0]):
         values = block.values
-        state = _state(values.get("state"))
+        state = "unknown" if (number := values.get("state")) is None else state_name(number)
         names = ("rtt_us", "data_packets_sent", "retransmitted_packets", "lost_packets", "ecn_marked_packets")
         table.add_row(
             f"{page.process}",
@@ -250,13 +250,6 @@ def _user(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:  # a container has users that this machine does not know
         return f"user {number}"
-
-
-def _state(number: int | None) -> str:
-    try:
-        return PathState(-1 if number is None else number).name.lower()
-    except ValueError:  # another version of sennit has more states
-        return f"{number}"
 
 
 def _rate(bytes_a_second: float) -> str:

@@ -43,9 +43,7 @@ def provide() -> Path:
     found = find()
     if found is not None:
         return found
-    debian.require([("apt-cache", "apt")], "headers of another kernel than the running one")
-    names = debian.execute(["apt-cache", "pkgnames", "linux-headers-6.1.0-"], timeout_s=debian.QUERY_TIMEOUT_S)
-    matches = [match for name in names.splitlines() if (match := PACKAGE.fullmatch(name))]
+    matches = [match for name in debian.names("linux-headers-6.1.0-") if (match := PACKAGE.fullmatch(name))]
     if not matches:
         raise debian.Unavailable("apt knows no linux-headers-6.1.0-*-amd64: install the headers of the running kernel")
     newest = max(matches, key=lambda match: int(match[2]))[1]
