@@ -308,7 +308,7 @@ def test_the_commands_show_the_sound_page_among_hostile_ones(tmp_path: Path, arg
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     # The sound page, whose path is in state 6, and the one without a state.
-    seen = r" 6 +5 +1 | None +0 +1 " if arguments[0] == "top" else r"sennit_(state|stage_total)\{.*\} 6\.0\n"
+    seen = r" 6 +5 +1 | unknown +0 +1 " if arguments[0] == "top" else r"sennit_(state|stage_total)\{.*\} 6\.0\n"
     assert len(re.findall(seen, done.stdout)) == 2, done.stdout
 
 
