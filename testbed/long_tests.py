@@ -271,7 +271,7 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
         command.insert(0, sys.executable)
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{name.replace(' ', '-')}.log"
-    about = machine.describe()
+    about, commit = machine.describe(), _commit()
     began_s, used_s = time.monotonic(), _processor_s()
     with log.open("w") as output, _adopting():
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -289,7 +289,7 @@ def run(name: str, part: Part, seed: int) -> dict[str, Any]:
     ends = part.says.findall(log.read_text(errors="replace", encoding="utf-8"))
     return {
         "date": str(about["time_utc"])[:10],
-        "commit": _commit(),
+        "commit": commit,
         **{key: about[key] for key in ("processor", "cores", "load_average")},
         "seed": seed,
         "seconds": round(time.monotonic() - began_s),
