@@ -9,7 +9,6 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from sennit.ebpf.links import ETHERNET_MTU, interface_mtu
 from sennit.errors import ConfigError
 from sennit.offload.framing import Ends
 
@@ -115,6 +114,8 @@ def has_fragments(name: str) -> bool:
     Drivers differ in what they have one piece for: 3,506 bytes (veth), less or more. All take this kind of program for
     what they have one piece for.
     """
+    from sennit.ebpf.links import ETHERNET_MTU, interface_mtu
+
     return interface_mtu(name) > ETHERNET_MTU
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
-from sennit.ebpf.links import interface_mtu
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.interfaces import (
@@ -262,6 +261,8 @@ class IngestTarget:
         """Bytes of the longest datagram. A feeder uses less where the path MTU is smaller."""
         if self.kind == "cpu":
             return CPU_PACKET_BYTES
+        from sennit.ebpf.links import interface_mtu
+
         return min(interface_mtu(self._interface(local_rank)), XDP_MTU_MAX) - HEADERS_BYTES
 
 
