@@ -73,7 +73,7 @@ def spliced(page: str, measured: str) -> str:
 def made_anew(docs: Path) -> dict[Path, str]:
     """Path -> content of all that docs/comparison.json determines."""
     raw = json.loads((docs / FIGURES).read_text(encoding="utf-8"))
-    quiet.refuse_busy(raw, FIGURES)
+    quiet.require(raw, FIGURES)
     found = Comparison.from_json(raw)
     page = docs / PAGE
     return {

@@ -119,7 +119,7 @@ def test_a_figure_needs_a_run(tmp_path: Path) -> None:
     found["tables"][0]["rows"][1]["run"] = "a run that nobody made"
     path = tmp_path / "performance.json"
     path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="comes from run 'a run that nobody made'; allowed: noted 2026"):
+    with pytest.raises(ValueError, match="comes from run 'a run that nobody made'; allowed: sennit bench"):
         Figures.read(path)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of docs/performance.json: tables of cells, each row with the command and the run that gave it.
 
-A run is `measured` by `make figures`, or was `noted` by hand on a day before 27 November 2026, without the load.
+`make figures` measures them, and no figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Figures:
     """All that the page shows."""
 
     runs: dict[str, dict[str, Any]]
-    """Where and when: `noted` (of typed figures) or `measured` (a date), `processor`, `cores`, `load_average`."""
+    """Where and when: `measured` (a date), `processor`, `cores`, `load_average` and `others` (`quiet.OTHERS`)."""
 
     tables: list[Table]
     charts: dict[str, Any] = field(default_factory=dict)
@@ -169,8 +169,7 @@ class Figures:
             if row.goal != (row.source is None):
                 raise ValueError(f"{path.name}: row {row.name!r}: allowed: a source, or `goal`")
         for key, about in figures.runs.items():
-            if "noted" not in about:
-                quiet.require(about, f"{path.name}: {key}")
+            quiet.require(about, f"{path.name}: {key}")
         for name, run in figures._runs_named():
             if run not in figures.runs:
                 raise ValueError(f"{path.name}: {name!r} comes from run {run!r}; allowed: {', '.join(figures.runs)}")
@@ -220,16 +219,15 @@ class Figures:
     def taken(self, keys: Iterable[str | None]) -> str:
         """When, and on what machine, in words, these runs were."""
         runs = [self.runs[key] for key in dict.fromkeys(keys) if key is not None]
-        by_machine: dict[tuple[str, str], tuple[list[str], list[float], list[float]]] = {}
-        for run in sorted(runs, key=lambda run: str(run.get("measured") or run["noted"])):
-            verb, date = ("Measured", run["measured"]) if "measured" in run else ("Noted", run["noted"])
-            dates, loads, others = by_machine.setdefault((verb, _name(run)), ([], [], []))
-            dates += [] if date in dates else [date]
-            loads += (run["load_average"] or [])[:1]
-            others += run.get("others", [])
+        by_machine: dict[str, tuple[list[str], list[float], list[float]]] = {}
+        for run in sorted(runs, key=lambda run: str(run["measured"])):
+            dates, loads, others = by_machine.setdefault(_name(run), ([], [], []))
+            dates += [] if run["measured"] in dates else [run["measured"]]
+            loads += run["load_average"][:1]
+            others += run[quiet.OTHERS]
         return " ".join(
-            f"{verb} {', '.join(dates)} on {name}, {_loaded(loads)}{_beside(others)}."
-            for (verb, name), (dates, loads, others) in by_machine.items()
+            f"Measured {', '.join(dates)} on {name}, {_loaded(loads)}{_beside(others)}."
+            for name, (dates, loads, others) in by_machine.items()
         )
 
 
@@ -251,4 +249,4 @@ def _loaded(loads: Sequence[float]) -> str:
 
 def _beside(others: Sequence[float]) -> str:
     """What others used while nothing was measured. The load average still has the ranks of the command before."""
-    return f" (others used at most {max(others):.2f} of a core)" if others else ""
+    return f" (others used at most {max(others):.2f} of a core)"
