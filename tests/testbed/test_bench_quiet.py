@@ -109,7 +109,7 @@ def test_every_command_that_writes_figures_looks_at_the_load() -> None:
 
 def test_a_process_that_computes_is_seen_and_our_own_time_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     # Its parent ends at once, so it is nobody's of us.
-    shell = f"{sys.executable} -c 'while True: pass' >/dev/null & echo $!"
+    shell = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
     stranger = int(subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, timeout=60).stdout)
     try:
         assert quiet.others() > quiet.OTHERS_MAX
