@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the testbed, its benchmarks and the outer rings of tests need besides the product. Extends `sennit doctor`."""
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -133,9 +134,10 @@ def libfuzzer() -> str:
     for name in ("clang++", *(f"clang++-{version}" for version in range(20, 13, -1))):
         if (path := shutil.which(name)) is not None:
             limit_s = capabilities.PROBE_TIMEOUT_S
-            made = subprocess.run([path, *options], input=program, capture_output=True, text=True, timeout=limit_s)
-            if made.returncode == 0:
-                return path
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # it cannot start, or hangs
+                made = subprocess.run([path, *options], input=program, capture_output=True, text=True, timeout=limit_s)
+                if made.returncode == 0:
+                    return path
     return ""
 
 

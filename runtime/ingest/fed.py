@@ -86,7 +86,10 @@ class FedSource:
         sessions, door.run, told = _shared([session_numbers(world_size), door.run, told])
         self._session_number = sessions[rank]
         is_ours = dist.get_backend() == BACKEND_NAME
-        self._reception = door.target.reception()
+        try:
+            self._reception = door.target.reception()
+        except OSError as error:
+            raise ConfigError(f"--ingest {door.target}: {error}") from None
         places: list[Any] = [None] * world_size
         host, port = door.listener.getsockname()[:2]
         name = "" if self._reception is None else self._reception.name

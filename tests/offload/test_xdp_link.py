@@ -210,7 +210,7 @@ def test_a_router_s_program_leaves_forwarded_datagrams_to_the_host(version: int,
         assert counted.datagrams[Verdict.ACCEPTED] == sum(counted.datagrams.values()) == 1
 
 
-@pytest.mark.needs("tc-bpf", "ip")
+@pytest.mark.needs("tc-bpf", "ip", "bridge")
 @pytest.mark.parametrize("mtu", [ETHERNET, JUMBO])
 def test_rows_come_over_a_bridge(mtu: int) -> None:
     """As of a feeder in a container. The program sees messages of several packets there before they are segmented."""

@@ -102,15 +102,16 @@ with Watched(sys.argv[1:]) as watched:
 """
 # Counts what it gets, and ends with that number when it is told to.
 COUNTS = """
-import signal, sys
+import os, signal, sys
 came = []
 def note(number, frame):
     came.append(number)
-    print("got", signal.Signals(number).name, flush=True)
+    # Not `print`: a signal that comes while it writes would enter it twice.
+    os.write(1, f"got {signal.Signals(number).name}\\n".encode())
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, note)
 signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(10 + len(came)))
-print("process", __import__("os").getpid(), flush=True)
+os.write(1, f"process {os.getpid()}\\n".encode())
 while True:
     signal.pause()
 """

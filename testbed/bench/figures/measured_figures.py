@@ -146,7 +146,8 @@ def _run(folder: Path) -> Measure:
                 stdout=subprocess.DEVNULL,
             )
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if quiet.BUSY not in found:
+            # A guest sees nothing of what its host does beside it.
+            if quiet.BUSY not in found or words[:2] == ["testbed", "vm"]:
                 time.sleep(SETTLE_S)
                 found = dict(quiet.noted(found))
             return {**found, "machine": where}
