@@ -33,6 +33,8 @@ CODECS: Final = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 _SIGNS: Final = "*?["
 _SKIPPED: Final = ("_", ".")
+LOST_AND_FOUND: Final = "lost+found"
+"""A folder of root's at the root of a disk with ext4, which nobody else may list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,20 +241,24 @@ def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
 def _check_listable(folder: str, pattern: Sequence[str] | None = None) -> None:
     """Raises the OSError of a folder that cannot be listed, here or below: fsspec leaves out what is in it, silently.
 
-    `pattern`: only folders are looked into whose paths match the begin of it, up to a `**`. Hidden ones never are.
+    `pattern`: only folders are looked into whose paths match the begin of it. Hidden ones never are.
     """
 
     def refuse(error: OSError) -> None:
         # Writers remove folders of their own while others look.
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        is_of_disk = isinstance(error, PermissionError) and PurePosixPath(str(error.filename)).name == LOST_AND_FOUND
+        if not is_of_disk and not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
+
+    wanted = list(pattern or ())
+    deep = wanted.index("**") if "**" in wanted else len(wanted)
 
     for path, folders, _ in os.walk(folder, onerror=refuse):
         names = [name for name in folders if not _is_hidden(name)]
-        if pattern is not None:
-            depth = len(PurePosixPath(path).relative_to(folder).parts)
-            is_last = depth + 1 >= len(pattern) or pattern[depth] == "**"
-            names = [] if is_last else [name for name in names if fnmatch.fnmatch(name, pattern[depth])]
+        depth = len(PurePosixPath(path).relative_to(folder).parts)
+        if depth < deep:
+            is_last = depth + 1 >= len(wanted)
+            names = [] if is_last else [name for name in names if fnmatch.fnmatch(name, wanted[depth])]
         folders[:] = names
 
 

@@ -112,7 +112,7 @@ class TextParser:
         other = None
         if plain in _BOOLEANS and kind != "bool":
             other = "bool"
-        elif kind == "int64" and plain.isascii() and plain.isdecimal() and INT64_MAX < int(plain) < 1 << 64:
+        elif kind == "int64" and _is_unsigned(plain):
             other = "uint64"
         if other is None:
             return ""
@@ -181,3 +181,9 @@ def _is_utf8(text: bytes) -> bool:
 
 def _shown(cell: bytes) -> str:
     return repr(cell[:_SHOWN_BYTES].decode(errors="backslashreplace"))
+
+
+def _is_unsigned(text: str) -> bool:
+    """Whether it is an integer that uint64 has, and int64 lacks. `int` refuses thousands of digits by a ValueError."""
+    digits = text.lstrip("0")
+    return digits.isascii() and digits.isdecimal() and len(digits) <= 20 and INT64_MAX < int(digits) < 1 << 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Final
@@ -92,16 +92,25 @@ class Publisher(Closing):
         self, foreign: Mapping[int, Entries], known: Set[Kind]
     ) -> list[tuple[Kind, dict[Key, tuple[int, ...]], int]]:
         """What other users get: new maps beside those that are `known`, and entries."""
-        maps = {account: len(entries.keys() - known) for account, entries in foreign.items()}
-        maps = shares(maps, FOREIGN_MAPS_MAX)
+        # A map is for all users who have its kind, so it counts once: for the one with the fewest kinds.
+        payer: dict[Kind, int] = {}
+        for account in sorted(foreign, key=lambda one: len(foreign[one])):
+            for kind in foreign[account]:
+                if kind not in known:
+                    payer.setdefault(kind, account)
+        counted = Counter(payer.values())
+        maps = shares({account: counted[account] for account in foreign}, FOREIGN_MAPS_MAX)
+        has_map = set(known)
+        for kind, account in payer.items():
+            if maps[account] > 0:
+                maps[account] -= 1
+                has_map.add(kind)
         left = {account: sum(map(len, entries.values())) for account, entries in foreign.items()}
         left = shares(left, FOREIGN_ENTRIES_MAX)
         found = []
         for account, kinds in foreign.items():
             for kind, entries in kinds.items():
-                if kind not in known:
-                    maps[account] -= 1
-                kept = dict(itertools.islice(entries.items(), left[account] if maps[account] >= 0 else 0))
+                kept = dict(itertools.islice(entries.items(), left[account] if kind in has_map else 0))
                 left[account] -= len(kept)
                 if len(kept) < len(entries):
                     self.refused[f"user {account}"] = (

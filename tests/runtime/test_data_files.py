@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.data import sources
+from sennit.runtime.data import files, sources
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.source import Source
@@ -206,11 +206,15 @@ def test_files_in_a_folder_that_cannot_be_listed_are_not_left_out(folder: str, m
         return list_folder(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    for path in (folder, f"{folder}/*", f"{folder}/day*/*", f"{folder}/day=2/*"):
+    for path in (folder, f"{folder}/*", f"{folder}/day*/*", f"{folder}/day=2/*", f"{folder}/**/*.parquet"):
         with pytest.raises(DataError, match=rf"data set '{re.escape(path)}': .*Permission denied"):
             find_files([path])
     # A pattern does not look into it.
     assert len(find_files([f"{folder}/part*"])) == 1
+    # Nobody but root may list this folder of a disk.
+    monkeypatch.setattr(files, "LOST_AND_FOUND", "day=2")
+    error.filename = f"{folder}/day=2"
+    assert len(find_files([folder])) == 1
     # What is removed while others look is not there.
     error = FileNotFoundError(errno.ENOENT, "No such file or directory")
     assert [file.path.rpartition("/")[2] for file in find_files([folder])] == ["part-1.parquet"]

@@ -169,7 +169,7 @@ def test_other_users_leave_room_for_this_one_and_for_each_other(monkeypatch: pyt
         # Another one with many, and one with few.
         greedy = [page(file, owner=user, blocks=blocks(many[user:] + many[:user])) for user in (7, 8)]
         modest = page(file, owner=9, blocks=blocks(["g9"], peers=2))
-        assert made.publish([*greedy, modest]) == 5
+        assert made.publish([*greedy, modest]) == 6
         assert Counter(key[-1] for key in dumped(made.path / "g9"))[9] == 2
         # Twelve fit: six are of others, who change all of theirs, and six of this user.
         own = page(file, blocks=blocks(["g0"], peers=6))
@@ -178,6 +178,15 @@ def test_other_users_leave_room_for_this_one_and_for_each_other(monkeypatch: pyt
             assert Counter(key[-1] for key in dumped(made.path / "g0")) == {0: 6, user: 6}
         assert made.publish([]) == 0
         assert [pin.name for pin in made.path.iterdir()] == ["g0"]
+
+
+def test_a_map_of_several_users_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bpf_maps, "FOREIGN_MAPS_MAX", 8)
+    file = Path("/dev/shm/sennit.counters-00000000000000ff")
+    with bpf_maps.Publisher() as made:
+        users = [page(file, owner=user, blocks=blocks([f"g{n}" for n in range(7)])) for user in (7, 8, 9, 10, 11)]
+        assert made.publish(users) == 35
+        assert not made.refused
 
 
 def test_another_users_map_gives_way_to_one_of_this_user() -> None:

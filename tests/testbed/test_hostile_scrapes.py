@@ -116,6 +116,7 @@ def test_addresses_of_both_kinds_can_be_named(listen: str) -> None:
 
 def test_all_who_wait_get_one_text(server: openmetrics.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask at once, the counters are read for one of them, and once more for all who came meanwhile."""
+    monkeypatch.setattr(openmetrics, "CLIENT_S", DEADLINE_S)
     all_wait, goes_on = threading.Semaphore(0), threading.Event()
     reads: list[int] = []
     really = server.latest.text

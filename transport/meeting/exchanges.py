@@ -283,7 +283,8 @@ class Exchanges:
         records = [own]
         if self._rank != 0:
             of_first = values.pop(0)
-            if is_early and b'"failed"' in of_first and not self._is_for_us(of_first):
+            is_failure = b'"failed"' in of_first and not self._is_for_us(of_first)
+            if is_failure and (is_early or self._is_mended(of_first)):
                 return []
             worlds[0] = self._decode(of_first, 0, own)["world"]
         for child, value in zip(self._children, values, strict=True):
@@ -308,6 +309,14 @@ class Exchanges:
                     f"rank {peer} is in a world of {world} ranks, rank {self._rank} in one of {self._world}"
                 )
         return records
+
+    def _is_mended(self, data: bytes) -> bool:
+        """Whether a rank that left its failure in place of rank 0 has greeted since: in the run before, it did not."""
+        by = json.loads(data).get("by")
+        if by is None:
+            return False
+        keys = [self._key("hello", by), self._key_of_child("hello", by)]
+        return not any(b'"failed"' in (left or b"") for left in self._store.get_those_there(keys))
 
     def _pass_on(self, hello: list[Record]) -> None:
         if self._rank != 0:
@@ -441,7 +450,9 @@ class Exchanges:
         for data in self._greetings().values():
             with suppress(ValueError, KeyError, TypeError):
                 heard.add(str(json.loads(data)["nonce"]))
-        self._store.compare_set(self._key("hello", 0), "", self._as_value({**failure, "nonces": sorted(heard)}))
+        self._store.compare_set(
+            self._key("hello", 0), "", self._as_value({**failure, "nonces": sorted(heard), "by": self._rank})
+        )
 
     def _greetings(self) -> dict[str, bytes]:
         """What ranks have left in the first round, by its key: their records, or why they could not join."""

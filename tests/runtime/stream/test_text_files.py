@@ -272,6 +272,7 @@ BROKEN = {
         r'column clicked, line 302: value .9223372036854775808.; allowed: int64; .*: types = { "clicked" = "uint64" }',
     ),
     "too large": ("99999999999999999999,1,x", r"column clicked, line 302: value '9+'; allowed: int64"),
+    "too long": ("9" * 5_000 + ",1,x", r"column clicked, line 302: value '9+.*allowed: int64"),
     "open quote": ('1,2,"x', r"column city, line 302: quoted value 'x.*' goes over the end of the line"),
     "open quote before": ('1,"2,x', r"line 302: "),
     "no UTF-8": ("1,2,\udcff", r"column city, line 302: value '\\\\xff'; allowed: string"),
