@@ -19,8 +19,6 @@ _HARDWARE_BYTES: Final = 6
 # linux/if_arp.h. A tunnel, such as tun or WireGuard, has packets without a header before that of IP.
 _ARPHRD_ETHER: Final = 1
 _ARPHRD_LOOPBACK: Final = 772
-
-
 # linux/if_addr.h
 _IFA_F_TEMPORARY: Final = 0x01
 _IFA_F_DEPRECATED: Final = 0x20
@@ -111,8 +109,8 @@ def _ipv4_address(name: str) -> str | None:
 def has_fragments(name: str) -> bool:
     """Whether an XDP program should take packets in several pieces there.
 
-    Drivers differ in what they have one piece for: 3,506 bytes (veth), less or more. All take this kind of program for
-    what they have one piece for.
+    Each driver has a limit of its own for packets in one piece: 3,506 bytes at veth, elsewhere less or more. Below the
+    limit such a program takes packets, too.
     """
     from sennit.ebpf.links import ETHERNET_MTU, interface_mtu
 

@@ -6,8 +6,8 @@
 
 #define TRAINERS_MAX 4096
 #define BATCHES_MAX 65536
-// Room for more of offload/admission.py and of offload/ingest/leases.py (Why) than this version has: what another one,
-// or another user's process, may call a verdict or a reason is with the last.
+// More than offload/admission.py and offload/ingest/leases.py (Why) have now. Numbers without a place of their own share
+// the last: another version of sennit may have more, and another user's process may write any number.
 #define VERDICTS 32
 #define REASONS 8
 

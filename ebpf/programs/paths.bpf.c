@@ -8,7 +8,8 @@
 
 #define PATHS_MAX 65536
 
-// Times are kept by state. What another version of sennit, or another user's process, may call a state is with the last.
+// Times are kept by state. States without a place of their own share the last: another version of sennit may have more,
+// and another user's process may write any number.
 #define STATES 8
 
 struct path_key {

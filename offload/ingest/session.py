@@ -409,8 +409,9 @@ class Session(Closing):
                 self._refuse(connection, f"no {'facts' if connection.feeder else 'hello'} in time")
 
     def _look_at_sizes(self, receiver: Receiver, missed: LeaseCounters) -> None:
-        """Asks for packets one by one if some came that were several: an XDP program that the driver does not run sees
-        a message of a sender on this machine before it is segmented. Rows are then asked for again without end."""
+        """Asks feeders to send packets one by one, if the receiver found some too large. An XDP program that the driver
+        does not run sees a message of a sender on this machine before it is segmented, and never takes its rows.
+        """
         asked = missed.gaps + missed.silences
         if self._wants_apart or asked == self._asked:
             return

@@ -252,7 +252,6 @@ def _check_listable(folder: str, pattern: Sequence[str] | None = None) -> None:
 
     wanted = list(pattern or ())
     deep = wanted.index("**") if "**" in wanted else len(wanted)
-
     for path, folders, _ in os.walk(folder, onerror=refuse):
         names = [name for name in folders if not _is_hidden(name)]
         depth = len(PurePosixPath(path).relative_to(folder).parts)

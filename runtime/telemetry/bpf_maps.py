@@ -170,7 +170,7 @@ class Publisher(Closing):
         return self._maps[kind]
 
     def _give_way(self, kind: Kind) -> None:
-        """A map that other users' pages made has not the plain name of a group that this user's pages have, too."""
+        """Renames a map of other users' pages that has the plain name of a group of this user's pages."""
         plain = self.path / kind[0]
         holder = next((one for one, pin in self._pins.items() if pin == plain), kind)
         if holder != kind and holder not in self._own:

@@ -97,7 +97,7 @@ def of_devices(sysfs: Path = devices.SYSFS) -> Iterator[Sample]:
 
 
 def read() -> list[Sample]:
-    """All counters of this machine, now: what other users can have no part in comes first."""
+    """All counters of this machine, now. First come those in which other users have no part."""
     found = counters.look()
     left_out = Sample(name=LEFT_OUT, is_gauge=True, labels={}, value=sum(found.left_out.values()))
     return [left_out, *of_devices(), *of_pages(found.pages)]

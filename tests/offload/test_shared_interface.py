@@ -88,6 +88,20 @@ def lead_within(planes: Planes, reception: Reception, receiver: XdpReceiver, tim
     )
 
 
+@contextlib.contextmanager
+def leading(planes: Planes, reception: Reception, receiver: XdpReceiver) -> Iterator[None]:
+    """Leads in a thread meanwhile. At the end the dispatcher hands the other rank its packets."""
+    led: list[Dispatcher] = []
+    leader = threading.Thread(
+        target=lambda: led.append(lead_within(planes, reception, receiver, DEADLINE_S)), daemon=True
+    )
+    leader.start()
+    yield
+    leader.join(DEADLINE_S)
+    with led[0] as dispatcher:
+        assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
+
+
 def follow_within(planes: Planes, name: str, descriptor: int, timeout_s: float) -> None:
     planes.within(0, lambda: follow(name, descriptor, INTERFACE, 2, timeout_s=timeout_s))
 
@@ -145,20 +159,13 @@ def test_a_process_of_another_user_is_no_leader_and_gets_no_program(
 @pytest.mark.needs("native-xdp", "tc-bpf")
 def test_another_user_holds_nobody_up(planes: Planes, receivers: list[XdpReceiver]) -> None:
     """Whoever says hello to a rank knows its session, and the interface is no secret. Names of sockets are none."""
-    led: list[Dispatcher] = []
     with (
         planes.within(0, lambda: as_nobody(lambda: occupy(f"sennit-ingest-{SESSION:08x}-{INTERFACE}"))),
         planes.within(0, Reception) as reception,
         planes.within(0, lambda: as_nobody(lambda: visit(reception.name))),
+        leading(planes, reception, receivers[0]),
     ):
-        leader = threading.Thread(
-            target=lambda: led.append(lead_within(planes, reception, receivers[0], DEADLINE_S)), daemon=True
-        )
-        leader.start()
         follow_within(planes, reception.name, receivers[1].program.descriptor, DEADLINE_S)
-        leader.join(DEADLINE_S)
-    with led[0] as dispatcher:
-        assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
@@ -166,38 +173,27 @@ def test_visitors_that_are_not_awaited_are_left_out(
     planes: Planes, reception: Reception, receivers: list[XdpReceiver]
 ) -> None:
     """Junk, a number without a program, another rank's number; then the awaited rank."""
-    led: list[Dispatcher] = []
     number = (2).to_bytes(4, "little")
-    leader = threading.Thread(
-        target=lambda: led.append(lead_within(planes, reception, receivers[0], DEADLINE_S)), daemon=True
-    )
-    leader.start()
-    for said, descriptors in (
-        (b"x", []),
-        (number, []),
-        ((7).to_bytes(4, "little"), [receivers[1].program.descriptor]),
-    ):
-        with planes.within(0, lambda: visit(reception.name)) as visitor:
-            socket.send_fds(visitor, [said], descriptors)
-            assert visitor.recv(1) == b""
-    follow_within(planes, reception.name, receivers[1].program.descriptor, DEADLINE_S)
-    leader.join(DEADLINE_S)
-    with led[0] as dispatcher:
-        assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
+    with leading(planes, reception, receivers[0]):
+        for said, descriptors in (
+            (b"x", []),
+            (number, []),
+            ((7).to_bytes(4, "little"), [receivers[1].program.descriptor]),
+        ):
+            with planes.within(0, lambda: visit(reception.name)) as visitor:
+                socket.send_fds(visitor, [said], descriptors)
+                assert visitor.recv(1) == b""
+        follow_within(planes, reception.name, receivers[1].program.descriptor, DEADLINE_S)
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
 def test_silent_visitors_hold_nobody_up(planes: Planes, reception: Reception, receivers: list[XdpReceiver]) -> None:
-    led: list[Dispatcher] = []
-    leader = threading.Thread(
-        target=lambda: led.append(lead_within(planes, reception, receivers[0], DEADLINE_S)), daemon=True
-    )
-    leader.start()
-    with planes.within(0, lambda: visit(reception.name)), planes.within(0, lambda: visit(reception.name)):
+    with (
+        planes.within(0, lambda: visit(reception.name)),
+        planes.within(0, lambda: visit(reception.name)),
+        leading(planes, reception, receivers[0]),
+    ):
         follow_within(planes, reception.name, receivers[1].program.descriptor, DEADLINE_S)
-        leader.join(DEADLINE_S)
-    with led[0] as dispatcher:
-        assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
@@ -206,19 +202,13 @@ def test_ranks_with_many_open_files_share_an_interface(
 ) -> None:
     """More than `select` knows, as a trainer has with tables in files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    led: list[Dispatcher] = []
-    leader = threading.Thread(
-        target=lambda: led.append(lead_within(planes, reception, receivers[0], DEADLINE_S)), daemon=True
-    )
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
         for _ in range(1_024):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        leader.start()
-        follow_within(planes, reception.name, receivers[1].program.descriptor, DEADLINE_S)
-        leader.join(DEADLINE_S)
-        led[0].close()
+        with leading(planes, reception, receivers[0]):
+            follow_within(planes, reception.name, receivers[1].program.descriptor, DEADLINE_S)
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")

@@ -311,7 +311,7 @@ class Exchanges:
         return records
 
     def _is_mended(self, data: bytes) -> bool:
-        """Whether a rank that left its failure in place of rank 0 has greeted since: in the run before, it did not."""
+        """Whether the rank that left this failure in place of rank 0 has greeted since. Then it is an earlier run's."""
         by = json.loads(data).get("by")
         if by is None:
             return False

@@ -64,8 +64,12 @@ class Row:
     @property
     def is_behind(self) -> bool:
         """Whether sennit is slower than the peer in a column."""
-        cells = [cell for cell in self.cells[: None if self.peer else 0] if isinstance(cell, list | dict)]
-        return any(min(cell.values() if isinstance(cell, dict) else cell) < 1 for cell in cells)
+        if self.peer is None:
+            return False
+        figures = [
+            cell.values() if isinstance(cell, dict) else cell for cell in self.cells if isinstance(cell, list | dict)
+        ]
+        return any(min(found) < 1 for found in figures)
 
     def text(self, cell: Cell, goal: Cell) -> str:
         """The cell in Markdown. `goal`: what it is held against, if that is a number."""

@@ -133,7 +133,8 @@ def _run(folder: Path) -> Measure:
         print(f"figures: sennit {command}", flush=True)
         path.unlink(missing_ok=True)  # what another command has left is not this one's
         words = shlex.split(command)
-        if words[:2] == ["testbed", "vm"]:
+        is_in_vm = words[:2] == ["testbed", "vm"]
+        if is_in_vm:
             words[2:2] = ["--bring-back", str(path.parent)]
         time.sleep(SETTLE_S)
         where = machine.describe()
@@ -147,7 +148,7 @@ def _run(folder: Path) -> Measure:
             )
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             # A guest sees nothing of what its host does beside it.
-            if quiet.BUSY not in found or words[:2] == ["testbed", "vm"]:
+            if quiet.BUSY not in found or is_in_vm:
                 time.sleep(SETTLE_S)
                 found = dict(quiet.noted(found))
             return {**found, "machine": where}
