@@ -41,7 +41,6 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("bpf_object__find_map_by_name", _pointer, (_pointer, _text)),
     ("bpf_program__name", _text, (_pointer,)),
     ("bpf_program__fd", _int, (_pointer,)),
-    ("bpf_program__insn_cnt", _size, (_pointer,)),
     ("bpf_program__set_flags", _int, (_pointer, _u32)),
     ("bpf_program__attach_uprobe", _pointer, (_pointer, ctypes.c_bool, _int, _text, _size)),
     ("bpf_link__destroy", _int, (_pointer,)),

@@ -67,7 +67,6 @@ class Program:
         self.pointer = pointer
         self.name: str = library().bpf_program__name(pointer).decode()
         self.descriptor = int(library().bpf_program__fd(pointer))
-        self.instructions = int(library().bpf_program__insn_cnt(pointer))
 
     def test_run(self, packet: bytes, *, repeat: int = 1) -> Trial:
         """Runs the program on a packet without a device (BPF_PROG_TEST_RUN)."""

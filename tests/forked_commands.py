@@ -28,7 +28,6 @@ from tests.ranks import start
 # linux/sched.h
 CLONE_NEWNET = 0x40000000
 LOOK_S = 0.02
-ENDS_S = 100.0
 
 
 class ForkedCommand:

@@ -10,12 +10,11 @@ from typing import Any, Final
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
+from sennit.runtime.kernels import triton_tiles
 from sennit.runtime.kernels.attention_call import AttentionCall
 from sennit.runtime.kernels.triton_attend import attend_kernel, key_gradient_kernel, query_gradient_kernel
 from sennit.runtime.kernels.triton_bias import bias_gradient_kernel, sum_sequences_kernel
-from sennit.transport.errors import Unsupported
 
 EVERYWHERE: Final = 1 << 30
 """A window that no sequence is longer than."""
@@ -60,10 +59,7 @@ class TritonAttention:
     """
 
     def __init__(self) -> None:
-        if not torch.cuda.is_available() and not knobs.runtime.interpret:
-            raise Unsupported("implementation triton", "no CUDA device, and TRITON_INTERPRET=1 is not set")
-        # The interpreter reads and writes host memory.
-        self.device_type = "cpu" if knobs.runtime.interpret else "cuda"
+        self.device_type = triton_tiles.device_type()
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(value, memory_format=torch.contiguous_format)

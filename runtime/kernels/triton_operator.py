@@ -12,7 +12,6 @@ from typing import Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from sennit.runtime.kernels import triton_tiles
 from sennit.runtime.kernels.batch import Batch, RowSums
@@ -26,7 +25,7 @@ from sennit.runtime.kernels.triton_runs import count_runs_kernel, keys_kernel, w
 from sennit.runtime.kernels.triton_step import CLIP_NORM, CLIP_VALUE
 from sennit.runtime.kernels.triton_tables import FP32, Tables, Vectors, WidthClass, describe, vectors_of
 from sennit.runtime.kernels.triton_update import combine_kernel, sum_long_kernel, update_kernel
-from sennit.transport.errors import ArgumentError, Unsupported
+from sennit.transport.errors import ArgumentError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,10 +97,7 @@ class TritonOperator:
     """The functions of `reference`, with the same bits (docs/reference/embedding.md). Keeps nothing between calls."""
 
     def __init__(self) -> None:
-        if not torch.cuda.is_available() and not knobs.runtime.interpret:
-            raise Unsupported("implementation triton", "no CUDA device, and TRITON_INTERPRET=1 is not set")
-        # The interpreter dereferences the tables' addresses on the CPU.
-        self.device_type = "cpu" if knobs.runtime.interpret else "cuda"
+        self.device_type = triton_tiles.device_type()
 
     @_on_its_device
     def lookup(self, tables: Sequence[ShardMemory], batch: Batch) -> Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device functions that read, sum and write rows. Tiles are [rows, columns]; each row may be of another table.
 
-Tables have numbers. One int64 tensor holds what kernels need to know of them (`triton_tables.TableFields`). Every
+Tables have numbers. One int64 tensor holds what kernels need to know of them (`Tables.fields`, triton_tables.py). Every
 operation that rounds is one IEEE operation. So divisions and roots are `div_rn` and `sqrt_rn`, because `/` and `sqrt`
 are approximations on a GPU. There is no fused multiply-add (launches say `enable_fp_fusion=False`), and no `tl.sum`
 over more than two elements, because the compiler chooses its order.

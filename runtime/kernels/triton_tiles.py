@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of its work a program of the Triton kernels takes at a time."""
+"""Where the Triton kernels run, and how much of its work a program of them takes at a time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from triton import knobs
+
+from sennit.transport.errors import Unsupported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,15 @@ class Tiles:
 
     unroll: int
     """How many rows of a bag are loaded before the first is added."""
+
+
+def device_type() -> str:
+    """Of the tensors that the kernels take. Raises `Unsupported` where there is neither a GPU nor the interpreter."""
+    if knobs.runtime.interpret:
+        return "cpu"  # the interpreter reads and writes host memory
+    if not torch.cuda.is_available():
+        raise Unsupported("implementation triton", "no CUDA device, and TRITON_INTERPRET=1 is not set")
+    return "cuda"
 
 
 def tiles_for(width: int, device: torch.device) -> Tiles:

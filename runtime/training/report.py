@@ -228,7 +228,7 @@ class RunReport:
         return dict(sorted(total.items()))
 
     def cost(self) -> dict[str, Any]:
-        """Processor seconds of all ranks, by role too, and joules of their machines (`run_cost.summary`)."""
+        """Processor seconds of all ranks, by role too, and joules of their machines (`process_cost.summary`)."""
         ranks = self.ranks
         return process_cost.summary([rank.cost for rank in ranks], [rank.counters for rank in ranks], self.sample_count)
 

@@ -49,13 +49,13 @@ def execute(command: str, *, timeout_s: float = TIMEOUT_S, check: bool = True) -
             raise subprocess.CalledProcessError(code, command, text)
 
 
-def wait_for_kept(*, timeout_s: float = TIMEOUT_S) -> None:
+def wait_for_kept() -> None:
     """Waits for each command that the kernel kept beyond its time, once nobody uses what it waited for.
 
     Raises `subprocess.TimeoutExpired` if one does not end in time.
     """
     while _kept:
-        _kept[-1].wait(timeout_s)
+        _kept[-1].wait(TIMEOUT_S)
         _kept.pop()
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that sums arrays until it is told to stop."""
+"""A rank that sums arrays until it is told to stop, and what waits for its rounds."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from sennit.transport.config import from_environment
 from sennit.transport.meeting.store import FileStore
 
 ELEMENTS = 100_003
+DEADLINE_S = 120.0
 
 
 def sum_until_told(rank: int, world: int, folder: Path, seed: int) -> None:
@@ -32,3 +35,10 @@ def sum_until_told(rank: int, world: int, folder: Path, seed: int) -> None:
             done = bool(group.allreduce(np.array([rank == 0 and (folder / "stop").exists()], np.int32))[0])
         for name, value in sorted(group.counters().items()):
             print(name, value)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.01)

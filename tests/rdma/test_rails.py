@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,7 +15,7 @@ import pytest
 from sennit.testbed.vm import links
 from sennit.testbed.vm.guest_command import execute
 from tests.ranks import command
-from tests.rdma.steady_sums import sum_until_told
+from tests.rdma.steady_sums import sum_until_told, until
 
 pytestmark = pytest.mark.rdma
 
@@ -28,13 +27,6 @@ NEAR: Final = 2
 FAR: Final = 3
 FIRST_PREFERENCE: Final = 500
 FIRST_TABLE: Final = 5_000
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.01)
 
 
 def has_gid(number: int) -> bool:

@@ -20,7 +20,7 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.config import TransportKind, VerbsService
 from sennit.transport.errors import PeerError
 from tests.ranks import command
-from tests.rdma.steady_sums import sum_until_told
+from tests.rdma.steady_sums import sum_until_told, until
 from tests.transport import collective_scenarios as scenarios
 from tests.transport import processes
 from tests.transport.processes import Collective, act
@@ -185,13 +185,6 @@ def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path:
     )
     assert "DeviceError: verbs: rxe0: cannot register" in ended.stderr, ended.stderr
     assert "the limit of locked memory is 65536 bytes: raise it (`ulimit -l unlimited`" in ended.stderr
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.01)
 
 
 def start_mixed(mixed: ModuleType, ranks: Ranks, folder: Path) -> None:

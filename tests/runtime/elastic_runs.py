@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sennit.runtime.training.command import main
 from tests.forked_commands import LOOK_S, ForkedCommand
 
 PROGRAM = "sennit.testbed.scenarios.mortal_trainer"
@@ -57,3 +60,27 @@ def elastic_run(folder: Path, name: str, *arguments: str, **variables: Any) -> I
     given = ["--elastic", "--sharding", "table_wise", *arguments, "--json", str(report)]
     with ForkedCommand(PROGRAM, *given, **texts) as command:
         yield ElasticRun(command, report)
+
+
+def join(address: str, *arguments: str) -> int:
+    """Joins from the process of the tests (whole_run.py says why). Returns the exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--elastic", "--join", address, *arguments])
+    return int(ended.value.code or 0)
+
+
+def died_and_rejoined(
+    folder: Path, options: list[str], *, ranks: int = 2, death_step: int, halt_step: int
+) -> dict[str, Any]:
+    """The report of a run with checkpoints in which rank 1 dies, and a newcomer takes its place.
+
+    `death_step`: the step in which it dies. `halt_step`: the later one in which the last rank waits for the newcomer.
+    """
+    kept = [*options, "--checkpoint", str(folder / "kept"), "--checkpoint-every", "4"]
+    deaths = [[1, death_step, str(folder / "died")]]
+    halts = [[ranks - 1, halt_step, str(folder / "waits")]]
+    with elastic_run(folder, "run", *kept, "--ranks", str(ranks), DEATHS=deaths, HALTS=halts) as run:
+        address = run.address()
+        run.wait_for(folder / "waits")
+        assert join(address, *kept) == 0
+        return run.report()

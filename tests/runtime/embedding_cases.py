@@ -361,3 +361,9 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         return torch.equal(left, right)
     integers = torch.int32 if left.dtype is torch.float32 else torch.int16
     return bool(((left.view(integers) == right.view(integers)) | (left.isnan() & right.isnan())).all())
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for part, tensor in wanted.items():
+        assert same_bits(found[part], tensor), f"{part}: {found[part]} instead of {tensor}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from sennit.runtime.kernels.implementations import IMPLEMENTATIONS, implementation
 from sennit.runtime.kernels.spec import Precision
 from sennit.transport.errors import Unsupported
-from tests.runtime.embedding_cases import CASES, BlockShape, Case, expected, run, same_bits, table
+from tests.runtime.embedding_cases import CASES, BlockShape, Case, assert_equal, expected, run, table
 
 # What the interpreter gets of products of values: each value at least once. What is ignored may change a mean. What is
 # wrapped is an id like any other.
@@ -120,12 +120,6 @@ def _giant_expected(case: Case) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_makes_the_bits_of_the_reference(case: str) -> None:
     assert_equal(run(CASES[case], "triton", "cuda"), expected(case))
-
-
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for part, tensor in wanted.items():
-        assert same_bits(found[part], tensor), f"{part}: {found[part]} instead of {tensor}"
 
 
 def test_what_the_interpreter_gets_are_cases() -> None:

@@ -16,7 +16,7 @@ from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import Unsupported
-from tests.runtime.embedding_cases import OPTIMIZERS, BlockShape, Case, run, same_bits, table
+from tests.runtime.embedding_cases import OPTIMIZERS, BlockShape, Case, assert_equal, run, table
 
 
 def train(
@@ -163,12 +163,6 @@ def test_bits_equal_the_reference(name: str, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_makes_the_bits_of_the_reference(case: str) -> None:
     assert_equal(run(CASES[case], "triton", "cuda"), expected(case))
-
-
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for part, tensor in wanted.items():
-        assert same_bits(found[part], tensor), f"{part}: {found[part]} instead of {tensor}"
 
 
 def test_cases_do_what_their_names_say() -> None:

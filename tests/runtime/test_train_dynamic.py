@@ -23,14 +23,13 @@ from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.kernels.int8 import float_rows
 from sennit.runtime.model.settings import SettingsFile
-from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.export import export_int8
 from sennit.runtime.training.table_rows import CheckpointTables
 from sennit.transport.errors import ConfigError
 from tests.extent import briefly
-from tests.runtime.elastic_runs import elastic_run
-from tests.runtime.whole_run import train
+from tests.runtime.elastic_runs import died_and_rejoined
+from tests.runtime.whole_run import failure, train
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -100,17 +99,7 @@ def test_a_death_and_a_newcomer_change_no_bit(
     """Over networks that lose packets, with stops: scenario `same-bits-dynamic`."""
     monkeypatch.setenv("SENNIT_TRANSPORT", transport)
     alone = train(tmp_path / "alone.json", *options, "--ranks", "1")
-    kept = [*options, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4", *in_files(tmp_path)]
-    with elastic_run(
-        tmp_path, "run", *kept, "--ranks", str(world),
-        DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[world - 1, 10, str(tmp_path / "waits")]],
-    ) as run:  # fmt: skip
-        address = run.address()
-        run.wait_for(tmp_path / "waits")
-        with pytest.raises(SystemExit) as ended:
-            main([*kept, "--elastic", "--join", address])
-        assert not ended.value.code
-        report = run.report()
+    report = died_and_rejoined(tmp_path, [*options, *in_files(tmp_path)], ranks=world, death_step=7, halt_step=10)
     assert report["weights_sha256"] == alone["weights_sha256"]
     assert report["windows"] == alone["windows"]
 
@@ -201,13 +190,6 @@ def test_an_export_has_the_rows_of_all_ids(tmp_path: Path, options: list[str]) -
     assert list(found["shared"]) == ["table_01"]
     assert found["shared"]["table_01"].shape == (4, 4 + 8)
     assert float(float_rows(found["shared"]["table_01"]).abs().min(1).values.max()) > 0
-
-
-def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert ended.value.code
-    return " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.parametrize(("settings", "told"), [

@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 from sennit.runtime.training.command import main
 from tests.extent import briefly
 from tests.pages import ROOT, blocks
-from tests.runtime.elastic_runs import elastic_run
+from tests.runtime.elastic_runs import died_and_rejoined
 from tests.runtime.whole_run import train
 
 MODELS_PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -77,17 +77,7 @@ def test_a_gpu_gives_one_digest(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_death_and_a_newcomer_change_no_bit(tmp_path: Path) -> None:
     alone = train(tmp_path / "alone.json", *MODEL, "--ranks", "1")
-    kept = [*MODEL, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
-    with elastic_run(
-        tmp_path, "run", *kept, "--ranks", "2",
-        DEATHS=[[1, 5, str(tmp_path / "died")]], HALTS=[[1, 8, str(tmp_path / "waits")]],
-    ) as run:  # fmt: skip
-        address = run.address()
-        run.wait_for(tmp_path / "waits")
-        with pytest.raises(SystemExit) as ended:
-            main([*kept, "--elastic", "--join", address])
-        assert not ended.value.code
-        report = run.report()
+    report = died_and_rejoined(tmp_path, MODEL, death_step=5, halt_step=8)
     assert report["weights_sha256"] == alone["weights_sha256"]
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.training.command import main
 from sennit.runtime.training.handover import Claim, Source, find_source
-from tests.runtime.elastic_runs import ElasticRun, elastic_run
+from tests.runtime.elastic_runs import ElasticRun, elastic_run, join
 from tests.runtime.whole_run import train
 
 TINY = [
@@ -27,13 +26,6 @@ STEP_COUNT = 10
 def started(folder: Path, name: str, *arguments: str, **variables: Any) -> Iterator[ElasticRun]:
     with elastic_run(folder, name, *TINY, *arguments, **variables) as run:
         yield run
-
-
-def join(address: str, *arguments: str) -> int:
-    """Joins from the process of the tests (whole_run.py says why). Returns the exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main([*TINY, "--elastic", "--join", address, *arguments])
-    return int(ended.value.code or 0)
 
 
 def whole_run(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -86,7 +78,7 @@ def test_a_rank_dies_and_a_new_one_takes_its_place(
     with started(tmp_path, "run", "--ranks", f"{ranks}", *mine, DEATHS=deaths, HALTS=halts) as run:
         address = run.address()
         run.wait_for(halt)
-        assert join(address, *mine) == 0
+        assert join(address, *TINY, *mine) == 0
         report = run.report()
     assert report["world_size"] == ranks
     lost, joined = report["changes"]
@@ -112,9 +104,9 @@ def test_newcomers_are_taken_in_without_a_checkpoint(tmp_path: Path, capsys: pyt
     with started(tmp_path, "run", "--ranks", "1", HALTS=[[1, 4, str(halt)]]) as run:
         address = run.address()
         run.wait_for(halt)
-        assert join(address, "--dense-rate", "0.5") == 1
+        assert join(address, *TINY, "--dense-rate", "0.5") == 1
         assert "needs the options of the run; dense_rate is 0.5 here and 0.02 there" in capsys.readouterr().err
-        assert join(address, "--ranks", "2") == 0
+        assert join(address, *TINY, "--ranks", "2") == 0
         report = run.report()
     assert report["world_size"] == 3
     # Both join together, or one at each boundary.

@@ -23,3 +23,11 @@ def train(report: Path, *arguments: str) -> dict[str, Any]:
     assert not ended.value.code
     result: dict[str, Any] = json.loads(report.read_text())
     return result
+
+
+def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns what a `sennit train` that fails says, in one line."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code
+    return " ".join(capfd.readouterr().err.split())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plans.plan import Copy, Decode, Encode, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plans.plan import Copy, Decode, Encode, Operand, Plan, Recv, Reduce, Send, Step, ascending
 from sennit.transport.plans.plan_codec import check
 from sennit.transport.plans.signature import on_device
 
@@ -244,7 +244,7 @@ class _Rewriter:
         use = self._uses[number]
         after = {self._renumbered[earlier] for earlier in step.after}
         if use.is_direct:
-            self._renumbered.append(self._add(step._replace(after=_ascending(after))))
+            self._renumbered.append(self._add(step._replace(after=ascending(after))))
             return
         read = []
         for place in use.loads:
@@ -279,7 +279,7 @@ class _Rewriter:
 
     def _store(self, block: _Block) -> None:
         source = Operand(*self._home(block, block.low))
-        after = _ascending(block.writers)
+        after = ascending(block.writers)
         block.users.append(self._add(Copy(source, block.buffer, block.low, block.size_bytes, after)))
 
     def _home(self, block: _Block, offset: int) -> tuple[int, int]:
@@ -290,7 +290,7 @@ class _Rewriter:
         return self._plan.scratch + block.ring, block.start + offset - block.low
 
     def _translated(self, step: Step, use: _Use, after: Iterable[int]) -> Step:
-        waits = _ascending(after)
+        waits = ascending(after)
         operands = tuple(self._source(operand, step.size_bytes, use) for operand in _operands(step))
         if isinstance(step, Send):
             return step._replace(source=operands[0], after=waits)
@@ -332,10 +332,6 @@ def _rebased(step: Step, scratch: int, bases: Sequence[int]) -> Step:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _ascending(steps: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(steps)))
 
 
 def _has_partials(step: Reduce) -> bool:

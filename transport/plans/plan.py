@@ -293,7 +293,7 @@ class PlanBuilder:
         comes_back: bool = False,
         has_length: bool = False,
     ) -> int:
-        return self._add(Send(peer, slot, source, size_bytes, _ascending(after), comes_back, has_length))
+        return self._add(Send(peer, slot, source, size_bytes, ascending(after), comes_back, has_length))
 
     def recv(
         self,
@@ -306,7 +306,7 @@ class PlanBuilder:
         after: Iterable[int] = (),
         has_length: bool = False,
     ) -> int:
-        return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after), False, has_length))
+        return self._add(Recv(peer, slot, size_bytes, buffer, offset, ascending(after), False, has_length))
 
     def loan(self, peer: int, slot: int, size_bytes: int, *, comes_back: bool = False) -> int:
         """Adds a receive whose bytes stay in the transport until one local step has read them."""
@@ -372,7 +372,7 @@ class PlanBuilder:
 
     def branch(self, source: Operand, *, after: Iterable[int] = ()) -> int:
         """Adds a branch. Steps that are added later, and wait for nothing else, wait for it."""
-        branch = self._add(Branch(source, _ascending(after)))
+        branch = self._add(Branch(source, ascending(after)))
         self._branch = branch
         return branch
 
@@ -427,13 +427,13 @@ class PlanBuilder:
 
     @staticmethod
     def _with_loans(operands: Iterable[Operand], after: Iterable[int]) -> tuple[int, ...]:
-        return _ascending([*after, *(operand.index for operand in operands if operand.is_view)])
+        return ascending([*after, *(operand.index for operand in operands if operand.is_view)])
 
 
 def _item_bytes(dtype: Dtype, is_partial: bool) -> int:
     return (accumulator(dtype) if is_partial else dtype).item_bytes
 
 
-def _ascending(steps: Iterable[int]) -> tuple[int, ...]:
+def ascending(steps: Iterable[int]) -> tuple[int, ...]:
     # A set has no order, so it is sorted: equal plans get equal bytes.
     return tuple(sorted(set(steps)))

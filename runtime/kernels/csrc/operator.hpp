@@ -55,7 +55,6 @@ class Operator {
       : kernels_(kernels), optimizer_(optimizer), threads_(threads) {}
 
   void add(const Table& table) { tables_.push_back(table); }
-  std::size_t table_count() const { return tables_.size(); }
   const char* instruction_set() const { return kernels_.name; }
 
   // Splits a batch. `tables` and `bags` have one entry per block.

@@ -4,7 +4,7 @@
 A run fed through XDP, over sennit, beside a run fed through a plain Python receiver, over gloo; beside both from
 memory, and beside TorchRec where it is installed. Feeders, ranks and all their threads are counted, and BPF programs
 besides. Two kinds of figures: of whole training steps, and of ingest and exchange alone, where a step takes a batch and
-moves what it would move, but computes nothing (`bare_step`).
+moves what it would move, but computes nothing.
 """
 
 from __future__ import annotations

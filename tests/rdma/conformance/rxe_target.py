@@ -19,8 +19,6 @@ GUARD_BYTES: Final = 4_096
 GUARD: Final = b"\xa5"
 MEMORY_BYTES: Final = 4 * PAYLOAD_BYTES + 2 * GUARD_BYTES
 RECEIVES: Final = 48
-# The port's own counter stops at this value (IBTA 14.2.5.6). rxe never clears it.
-BAD_KEYS_MAX: Final = 0xFFFF
 
 
 class RxeTarget:

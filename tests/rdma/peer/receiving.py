@@ -68,7 +68,6 @@ class Receiving:
         """Packets that may be sent beyond those that have arrived."""
         self._eager: dict[int, Eager] = {}  # arrived after a gap
         self._eager_below = 0
-        self.duplicates = 0
 
     def advertise(self, memory: Memory) -> None:
         """Opens one credit for each 16,384 packets. The first advert tells the message."""
@@ -94,7 +93,6 @@ class Receiving:
             return False
         credit = self._credits.get(number)
         if credit is None or credit.present >> index & 1:
-            self.duplicates += 1
             return True
         left_bytes = credit.advert.part_bytes - index * self._payload_max
         if index >= credit.packets or size_bytes != min(left_bytes, self._payload_max):
@@ -119,7 +117,6 @@ class Receiving:
         if number >= self._eager_below + self._eager_slots:
             return None
         if number < self._eager_below or number in self._eager:
-            self.duplicates += 1
             return []
         message = Eager.unpack(payload, number)
         if message is None:

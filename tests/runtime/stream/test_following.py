@@ -24,7 +24,8 @@ from sennit.runtime.training.streamed import follower_of, preprocessing_of
 from sennit.runtime.training.stretch import History, begin_run, train
 from tests.extent import briefly
 from tests.runtime.stream.stream_files import table, write
-from tests.runtime.stream.test_stream_training import failure, outcome
+from tests.runtime.stream.test_stream_training import outcome
+from tests.runtime.whole_run import failure
 from tests.runtime.whole_run import train as train_whole
 from tests.runtime.world import WorldFactory
 from tests.terminal import run_on_terminal

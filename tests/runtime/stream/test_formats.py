@@ -13,10 +13,9 @@ import pytest
 
 from sennit.runtime.stream import text_file
 from sennit.runtime.stream.spooling import spool
-from sennit.runtime.training.command import main
 from tests.extent import briefly
 from tests.runtime.stream.stream_files import table
-from tests.runtime.whole_run import train
+from tests.runtime.whole_run import failure, train
 
 pa = pytest.importorskip("pyarrow")
 csv = pytest.importorskip("pyarrow.csv")
@@ -80,13 +79,6 @@ def test_the_format_changes_no_bit(form: str, seed: int, tmp_path: Path) -> None
     ]
     assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
     assert reports[0]["quality"] == reports[1]["quality"]
-
-
-def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert ended.value.code
-    return " ".join(capfd.readouterr().err.split())
 
 
 def test_a_broken_line_ends_the_run_or_is_left_out(

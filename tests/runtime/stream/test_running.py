@@ -20,13 +20,12 @@ from sennit.runtime.data.schema import DenseField, parse_schema
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.stream import StreamLoader
 from sennit.runtime.stream.running import RunningScales
-from sennit.runtime.training.command import main
 from tests.extent import briefly
-from tests.runtime.elastic_runs import elastic_run
+from tests.runtime.elastic_runs import died_and_rejoined
 from tests.runtime.stream.stream_files import RUNNING, SCHEMA, table, write
 from tests.runtime.stream.test_following import TINY_OPTIONS, follow, options, prepare
-from tests.runtime.stream.test_stream_training import ORDERS, TINY, failure, outcome
-from tests.runtime.whole_run import train
+from tests.runtime.stream.test_stream_training import ORDERS, TINY, outcome
+from tests.runtime.whole_run import failure, train
 from tests.runtime.world import WorldFactory
 
 pytestmark = pytest.mark.timeout(240)
@@ -138,17 +137,7 @@ def test_any_world_and_any_stop_give_the_same_bits(order: str, seed: int, tmp_pa
 def test_a_death_and_a_newcomer_change_no_bit(seed: int, tmp_path: Path) -> None:
     data = [*write(tmp_path / "data", table(seed), schema=RUNNING), *TINY, *ORDERS["rolling"], "--seed", str(seed)]
     alone = train(tmp_path / "alone.json", *data)
-    options = [*data, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
-    with elastic_run(
-        tmp_path, "run", *options, "--ranks", "2",
-        DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[1, 10, str(tmp_path / "waits")]],
-    ) as run:  # fmt: skip
-        address = run.address()
-        run.wait_for(tmp_path / "waits")
-        with pytest.raises(SystemExit) as ended:
-            main([*options, "--elastic", "--join", address])
-        assert not ended.value.code
-        report = run.report()
+    report = died_and_rejoined(tmp_path, data, death_step=7, halt_step=10)
     assert outcome(report) == outcome(alone)
     assert [(change["lost"], change["joined"]) for change in report["changes"]] == [([1], []), ([], [1])]
 

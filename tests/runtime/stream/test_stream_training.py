@@ -16,14 +16,13 @@ from sennit.runtime.stream import index, settings
 from sennit.runtime.stream.loader import StreamLoader
 from sennit.runtime.stream.settings import StreamSettings
 from sennit.runtime.training import streamed
-from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.resumption import what_is_kept
 from tests.extent import briefly
 from tests.forked_commands import forked
-from tests.runtime.elastic_runs import elastic_run
+from tests.runtime.elastic_runs import died_and_rejoined
 from tests.runtime.stream.stream_files import table, write
-from tests.runtime.whole_run import train
+from tests.runtime.whole_run import failure, train
 from tests.runtime.world import WorldFactory
 
 pa = pytest.importorskip("pyarrow")
@@ -102,26 +101,9 @@ def test_a_named_data_set_is_a_short_stream(seed: int, tmp_path: Path) -> None:
 def test_a_death_and_a_newcomer_change_no_bit(order: str, seed: int, tmp_path: Path) -> None:
     data = [*write(tmp_path / "data", table(seed)), *TINY, *ORDERS[order], "--seed", str(seed)]
     alone = train(tmp_path / "alone.json", *data)
-    options = [*data, "--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
-    with elastic_run(
-        tmp_path, "run", *options, "--ranks", "2",
-        DEATHS=[[1, 7, str(tmp_path / "died")]], HALTS=[[1, 10, str(tmp_path / "waits")]],
-    ) as run:  # fmt: skip
-        address = run.address()
-        run.wait_for(tmp_path / "waits")
-        with pytest.raises(SystemExit) as ended:
-            main([*options, "--elastic", "--join", address])
-        assert not ended.value.code
-        report = run.report()
+    report = died_and_rejoined(tmp_path, data, death_step=7, halt_step=10)
     assert outcome(report) == outcome(alone)
     assert [(change["lost"], change["joined"]) for change in report["changes"]] == [([1], []), ([], [1])]
-
-
-def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert ended.value.code
-    return " ".join(capfd.readouterr().err.split())
 
 
 def test_what_is_no_order_is_refused(seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

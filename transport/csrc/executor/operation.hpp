@@ -135,7 +135,6 @@ class Operation final : public MailboxClient {
   uint32_t source() const { return source_; }
   // 0: point-to-point, or without a number yet.
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
-  uint64_t deadline_us() const { return deadline_us_; }
   uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
   std::string describe() const;

@@ -29,7 +29,7 @@ struct Transmission {
 struct Rail {
   RecentMinimum fabric_min;
   Transmission arrived;          // the newest transmission that is known to have arrived over the rail
-  uint64_t reported_serial = 0;  // the value of next_serial when an arrival over the rail was last reported
+  uint64_t reported_serial = 0;  // recovery's next serial number when an arrival over the rail was last reported
 };
 
 struct Path {

@@ -560,7 +560,7 @@ void UdpPort::append_poll_fds(std::vector<pollfd>& out) const {
 }
 
 bool UdpPort::idle() const {
-  return std::all_of(connected_.begin(), connected_.end(), [](const Peer* peer) { return peer->lane->flow().idle(); });
+  return std::all_of(connected_.begin(), connected_.end(), [](const Peer* peer) { return peer->lane->idle(); });
 }
 
 void UdpPort::abort(std::string_view reason) {
