@@ -156,7 +156,7 @@ def test_ranks_of_a_process_with_other_threads_come_from_the_server(monkeypatch:
 def test_only_a_process_without_other_threads_is_forked_into_its_ranks(how: str) -> None:
     with launched(how, "origin", "") as launcher:
         assert isinstance(launcher, subprocess.Popen)
-        text, _ = launcher.communicate(timeout=60)
+        text, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0
     origins = ast.literal_eval(text)
     assert [parent == launcher.pid for parent, _, _ in origins] == [how == "forked"] * 2

@@ -58,13 +58,13 @@ def test_first_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.timeout(8 * DEADLINE_S)
 def test_first_training_run(tmp_path: Path) -> None:
     """With 8 steps in place of 286."""
     page = TUTORIALS / "first-training-run.md"
     shorter = {"--data flights": "--data flights --steps 8", "every 143": "every 4", "000286": "000008"}
     shorter["--epochs 3"] = "--steps 12"
-    printed = pages.run(page, tmp_path, deadline_s=3 * DEADLINE_S, shorter=shorter)
+    printed = pages.run(page, tmp_path, deadline_s=7 * DEADLINE_S, shorter=shorter)
     first, listed, resumed, gloo, converted = printed.values()
     assert listed == ["step-000000004", "step-000000008"]
 
