@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import typer
 
-from sennit.errors import SennitError
+from sennit.errors import ConfigError, SennitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -199,15 +199,28 @@ def listen_address(option: str, value: str, example: str) -> tuple[str, int]:
     return address, int(port)
 
 
+def check_writable(path: Path, option: str = "") -> None:
+    """Creates the folder of a file that a command will write: now, not after minutes of work.
+
+    Raises `ConfigError` for a file that cannot be written, which it names behind the option, such as "--json".
+    """
+    named = f"{option} {path}".strip()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be written: {error.strerror}; {ANOTHER_FILE}") from None
+    if not is_writable:
+        raise ConfigError(f"{named} cannot be written: a folder, or no permission; {ANOTHER_FILE}")
+
+
 def writable_file(path: Path | None) -> Path | None:
-    """Callback of an option that names a file: creates its folder now, not after minutes of measuring."""
+    """Callback of an option that names a file: `check_writable`."""
     if path is not None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}; {ANOTHER_FILE}") from None
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise typer.BadParameter(f"{path} cannot be written: a folder, or no permission; {ANOTHER_FILE}")
+            check_writable(path)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
     return path
 
 

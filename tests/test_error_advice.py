@@ -24,7 +24,17 @@ ERRORS = {
     "timeline-missing": (["timeline", "/proc/none"], "/proc/none: No such file", TIMELINE),
     "timeline-text": (["timeline", "FILE"], "FILE is no timeline: Expecting value", TIMELINE),
     "export": (["export", "FOLDER", "out.pt"], "no checkpoint", "give what sennit train --checkpoint wrote"),
-    "json": ([*TRAIN, "--json", "/proc/none/report.json"], "--json: ", "choose another folder"),
+    "json": ([*TRAIN, "--json", "/proc/none/report.json"], "--json /proc/none/report.json cannot", ANOTHER_FILE),
+    "timeline": ([*TRAIN, "--timeline", "FOLDER"], "--timeline FOLDER cannot be written", ANOTHER_FILE),
+    "sketch": (
+        [*TRAIN[:1], "--ingest", "cpu://127.0.0.1", "--sketch", "FOLDER"],
+        "--sketch FOLDER cannot",
+        ANOTHER_FILE,
+    ),
+    "exported": (["export", "FOLDER", "FOLDER"], "FOLDER cannot be written", ANOTHER_FILE),
+    "rows": (["tables", "FOLDER", "--table", "x", "--parquet", "FOLDER"], "FOLDER cannot be written", ANOTHER_FILE),
+    "planned": (["shard", *TRAIN[1:], "--json", "FOLDER"], "--json FOLDER cannot be written", ANOTHER_FILE),
+    "placement": (["shard", *TRAIN[1:], "--output", "FOLDER"], "FOLDER cannot be written", ANOTHER_FILE),
     "checkpoint": ([*TRAIN, "--checkpoint", "FILE"], "--checkpoint: ", "choose another folder"),
     "data": (["train", "--data", "/proc/none.parquet"], "no such file", "give a path that has them"),
     "schema": (

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.command_line import ANOTHER_FILE, fail, json_text
+from sennit.command_line import check_writable, fail, json_text
 from sennit.options import with_options
 from sennit.runtime.data.source import Source
 
@@ -72,7 +71,7 @@ def feed(
             raise ConfigError(f"--timeout {timeout} s; allowed: above 0, at most 86,400")
         address = Address.parse(to)
         if json_path is not None:
-            _check_writable(json_path)
+            check_writable(json_path, "--json")
         sources.check(source)
         with console.status(Text(f"waiting for a trainer at {address}")):
             asking = feeding.Asking(address, name=name, timeout_s=timeout)
@@ -108,18 +107,6 @@ def feed(
             json_path.write_text(json_text(report.as_json()), encoding="utf-8")
         except OSError as error:
             fail(f"--json {json_path}: {error.strerror}; the run itself was fed to its end")
-
-
-def _check_writable(path: Path) -> None:
-    """Raises ConfigError for a file that cannot be written, before feeding and not hours later."""
-    from sennit.transport.errors import ConfigError
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}; {ANOTHER_FILE}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: a folder, or no permission; {ANOTHER_FILE}")
 
 
 class _Display:

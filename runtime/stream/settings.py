@@ -221,7 +221,8 @@ def open_stream(
     if source.evaluation:
         train_rows = int(index.ends[index.file_ends[len(find_files(paths)) - 1] - 1])
         if not 0 < train_rows < index.sample_count:
-            raise DataError(f"{source.name}: {train_rows} rows to train on, of {index.sample_count}; allowed: a part")
+            empty, use = (source.evaluation, "evaluate") if train_rows else (paths, "train on")
+            raise DataError(f"{', '.join(empty)}: no row to {use}; allowed: files with rows")
     return ordered(source.name, index, schema, train_rows, settings, run)
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sennit.command_line import check_writable
 from sennit.options import with_options
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.checkpoint.folder import named
@@ -105,12 +106,16 @@ def start(
         ("--checkpoint", config.checkpoint),
         ("--table-store", config.table_store.folder if config.table_store is not None else None),
         ("--tensorboard", config.tensorboard),
-        ("--json", config.json_path.absolute().parent if config.json_path is not None else None),
-        ("--timeline", config.timeline.absolute().parent if config.timeline is not None else None),
-        ("--sketch", config.sketch_path.absolute().parent if config.sketch_path is not None else None),
     ):
         if folder is not None:
             _make_folder(name, folder)
+    for name, file in (
+        ("--json", config.json_path),
+        ("--timeline", config.timeline),
+        ("--sketch", config.sketch_path),
+    ):
+        if file is not None:
+            check_writable(file, name)
     if config.warm_start is not None and resumed(config) is None:
         # All ranks of this machine then take the same one.
         config = replace(config, warm_start=named(config.warm_start))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console, write_json
+from sennit.command_line import busy, check_writable, fail, stdout_console, writable_file, write_json
 from sennit.runtime.planner import plan_file, report
 from sennit.runtime.planner.cluster import Cluster, read_cluster
 from sennit.runtime.planner.constants import read_constants
@@ -44,7 +44,8 @@ def shard(
         Path | None, typer.Option(metavar="FILE", help="a described cluster (TOML); default: this machine")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the placement, for --sharding FILE")
+        Path | None,
+        typer.Option(metavar="FILE", help="write the placement, for --sharding FILE", callback=writable_file),
     ] = None,
 ) -> None:
     """Plan which rank has which rows. Print the placement, its predicted step, memory, and what others would cost."""
@@ -63,6 +64,8 @@ def _plan(config: TrainingConfig, ranks: int | None, described: Path | None, out
         raise ConfigError("sennit shard with --ingest; the feeders have the data: give it data, or plan with auto")
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output {output}; allowed: a name that ends in .toml")
+    if config.json_path is not None:
+        check_writable(config.json_path, "--json")
     where = _cluster(config, ranks, described)
     with busy("searching for a placement"):
         source = source_of(config, where.ranks)

@@ -204,7 +204,7 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(help="a checkpoint, or a folder of checkpoints, of which the newest is read")
     ],
-    output: Annotated[Path, typer.Argument(help="file to write; torch.load reads it")],
+    output: Annotated[Path, typer.Argument(help="file to write; torch.load reads it", callback=writable_file)],
 ) -> None:
     """Export a checkpoint for inference with torch: tables in 8 bits a weight, dense weights, preprocessing."""
     from rich.filesize import decimal
@@ -282,7 +282,10 @@ def tables(
     by: Annotated[str, typer.Option(help="what is listed first: count or age of a dynamic table, or norm")] = "norm",
     count: Annotated[int, typer.Option(help="rows to list", min=1, max=1_000_000)] = 10,
     parquet: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write all rows of --table: id, row, count, last_step")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="write all rows of --table: id, row, count, last_step", callback=writable_file
+        ),
     ] = None,
 ) -> None:
     """List the embedding tables of a checkpoint, or the rows of one with their ids, or write them to a file."""

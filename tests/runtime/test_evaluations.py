@@ -11,7 +11,9 @@ import pytest
 from sennit.runtime.checkpoint.digest import digest
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.source import Source
+from sennit.runtime.stream.settings import StreamSettings, open_source
 from sennit.runtime.training import resumption
 from sennit.runtime.training.metrics import Evaluation
 from sennit.runtime.training.trainer import Trainer
@@ -141,3 +143,13 @@ def test_rows_of_other_files_are_for_evaluation_alone(tmp_path: Path, capfd: pyt
     assert "order.eval_rows: 50 in the checkpoint, absent here" in capfd.readouterr().err
     with pytest.raises(DataError, match="--eval-data belongs to Parquet files, but the data set is 'flights'"):
         sources.check(Source(data="flights", evaluation=("x.parquet",)))
+
+
+def test_files_without_rows_are_named_by_what_they_are_for(tmp_path: Path) -> None:
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    full, empty = str(written(tmp_path / "full.parquet", 0, 20)), str(written(tmp_path / "empty.parquet", 0, 0))
+    order = OrderSettings(seed=1, split="last", eval_fraction=0.1, batch_size=4, epochs=1, max_steps=None)
+    for data, evaluation, message in ((full, empty, "no row to evaluate"), (empty, full, "no row to train on")):
+        source = Source(data=data, evaluation=(evaluation,), schema=tmp_path / "schema.toml")
+        with pytest.raises(DataError, match=f"^{empty}: {message}; allowed: files with rows"):
+            open_source(source, StreamSettings(), order, seed=1)

@@ -291,7 +291,10 @@ def test_an_interrupt_ends_it_and_its_workers() -> None:
         (["--data", "synthetic", "--to", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
         (["--data", "synthetic", "--timeout", "0"], "error: --timeout 0.0 s; allowed: above 0"),
         (["--data", "synthetic", "--json", "."], "error: --json . cannot be written: a folder, or no permission"),
-        (["--data", "synthetic", "--json", "/dev/null/x.json"], "error: --json /dev/null/x.json: "),
+        (
+            ["--data", "synthetic", "--json", "/dev/null/x.json"],
+            "error: --json /dev/null/x.json cannot be written: File",
+        ),
         (
             ["--data", "synthetic", "--to", "127.0.0.1:9", "--timeout", "0.2"],
             "error: no trainer at 127.0.0.1 port 9: Connection refused; start `sennit train --ingest",

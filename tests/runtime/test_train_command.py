@@ -124,8 +124,11 @@ def test_coded_runs_train_like_plain_ones(
     [
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
         ([*TINY, "--ranks", "3", "--slices", "2"], "error: number of ranks 3; allowed: at most 2, the slices"),
-        ([*TINY, "--json", "/dev/null/report.json"], "error: --json: [Errno"),
-        ([*TINY, "--timeline", "/dev/null/run.json"], "error: --timeline: [Errno"),
+        *(
+            ([*TINY, option, path], f"error: {option} {path} cannot be written: {why}")
+            for option in ("--json", "--timeline")
+            for path, why in (("/dev/null/run.json", "File exists; choose"), ("/dev", "a folder, or no permission"))
+        ),
         ([*TINY, "--table-memory", "1MiB"], "error: --table-memory without --table-store; allowed: both"),
         ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),
         (
