@@ -17,6 +17,8 @@ from sennit.runtime.data.packages import require
 
 _PURPOSE: Final = "reading data files"
 
+_UNITS: Final = ("s", "ms", "us", "ns")
+
 Found = tuple["Place", int]
 """Where an integer is, and the integer."""
 
@@ -116,7 +118,8 @@ def common_type(kinds: Sequence[Any]) -> Any | None:
     One type stays what it is, but that views of texts and bytes are large_string and large_binary: Arrow cannot pick
     rows of them (pyarrow 26.0). Integers of several widths and signs become int64, other numbers and booleans float64,
     texts large_string, bytes large_binary, and so do texts and bytes, which have one hash. Lists become large_list.
-    Arrow's dictionaries are their values. The type null, of a column of None, is any type.
+    Moments take the finest unit, and UTC where zones differ; moments without a zone have no type with those that have
+    one. Arrow's dictionaries are their values. The type null, of a column of None, is any type.
     """
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     types = arrow.types
@@ -131,24 +134,48 @@ def common_type(kinds: Sequence[Any]) -> Any | None:
         return arrow.large_string()
     if all(is_text(kind) or is_binary(kind) for kind in found):
         return arrow.large_binary()
+    if all(map(types.is_timestamp, found)):
+        unit = max((kind.unit for kind in found), key=_UNITS.index)
+        zones = {kind.tz for kind in found}
+        return (
+            None
+            if None in zones and len(zones) > 1
+            else arrow.timestamp(unit, zones.pop() if len(zones) == 1 else "UTC")
+        )
     if all(map(is_list, found)):
         inner = common_type([kind.value_type for kind in found])
         return None if inner is None else arrow.large_list(inner)
     return None
 
 
+def moments_in(kind: Any, other: Any) -> int:
+    """How many units of `other` one unit of `kind` is: 1,000,000 of microseconds in seconds; 1 if they have none."""
+    types = _types()
+    if not (types.is_timestamp(kind) and types.is_timestamp(other)):
+        return 1
+    return int(1000 ** (_UNITS.index(other.unit) - _UNITS.index(kind.unit)))
+
+
 def plain(kind: Any) -> Any:
-    """The type without dictionaries and views."""
+    """The type without dictionaries, views and extension types. What these store is what counts: 16 bytes of a UUID."""
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     types = arrow.types
+    if isinstance(kind, arrow.BaseExtensionType):
+        # Bytes, of which all but 0 are true (https://arrow.apache.org/docs/format/CanonicalExtensions).
+        return arrow.bool_() if kind.extension_name == "arrow.bool8" else plain(kind.storage_type)
     if types.is_dictionary(kind):
         return plain(kind.value_type)
     if types.is_string_view(kind):
         return arrow.large_string()
     if types.is_binary_view(kind):
         return arrow.large_binary()
-    if is_list(kind) and (types.is_string_view(kind.value_type) or types.is_binary_view(kind.value_type)):
-        return arrow.large_list(plain(kind.value_type))
+    # Lists of dictionaries stay: a cast makes lists of their values where they are needed.
+    if (
+        is_list(kind)
+        and not types.is_dictionary(kind.value_type)
+        and (inner := plain(kind.value_type)) != kind.value_type
+    ):
+        return arrow.large_list(inner)
     return kind
 
 
@@ -177,9 +204,17 @@ def typed(name: str, column: Any, kind: Any, encodings: Mapping[str, str], place
     except arrow.ArrowInvalid as error:
         wrong = next(row for row in range(len(column)) if not _fits(column.slice(row, 1), kind))
         raise DataError(
-            f"{place.behind(wrong).of(name)}: value {column[wrong]}; allowed: {kind}, which is the type of all files "
-            "together"
+            f"{place.behind(wrong).of(name)}: value {_shown(column[wrong])}; allowed: {kind}, which is the type of all "
+            "files together"
         ) from error
+
+
+def _shown(value: Any) -> str:
+    """A scalar of pyarrow. Python has no moments behind the year 9999: of these it is the number of units."""
+    try:
+        return str(value)
+    except (OverflowError, ValueError):
+        return str(value.value)
 
 
 def _fits(column: Any, kind: Any) -> bool:

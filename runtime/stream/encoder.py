@@ -19,7 +19,7 @@ from sennit.offload.arrow_columns import (
     vocabulary,
 )
 from sennit.runtime.data.arrow_columns import Piece, raw_samples
-from sennit.runtime.data.column_types import Place, cast, is_binary, is_list
+from sennit.runtime.data.column_types import Place, cast, is_binary, is_list, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.preprocessing import Encoding, Preprocessing, Scale
@@ -201,10 +201,8 @@ def _id_encoder(encoding: Encoding, hashes: bool) -> IdEncoder:
 def _plain(kind: Any) -> Any:
     """The type itself if native code reads it, or else one that it reads and that Arrow casts this one to."""
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
-    types = arrow.types
-    if types.is_dictionary(kind):
-        return _plain(kind.value_type)
-    if types.is_string_view(kind) or is_binary(kind):
+    types, kind = arrow.types, plain(kind)
+    if is_binary(kind):
         return arrow.large_string()
     if types.is_boolean(kind) or types.is_float16(kind):
         return arrow.float32()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.offload.columns import INT64_MAX
-from sennit.runtime.data.column_types import Found, check_names, outside, type_of_all, typed
+from sennit.runtime.data.column_types import Found, check_names, moments_in, outside, type_of_all, typed
 from sennit.runtime.data.errors import DataError, Incomplete
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.packages import require
@@ -139,7 +139,11 @@ class StreamIndex:
         if self.time_column is None:
             return None
         file, own = self._locate(block)
-        return file.span(own, self.time_column)
+        if (span := file.span(own, self.time_column)) is None:
+            return None
+        kinds = [schema.field(self.time_column).type for schema in (file.schema, self.schema)]
+        scale = moments_in(*kinds)
+        return span[0] * scale, span[1] * scale
 
     def block_of(self, row: int) -> int:
         """The block of a row, which is never an empty one."""

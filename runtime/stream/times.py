@@ -238,7 +238,8 @@ class Times:
         if types.is_integer(kind) or types.is_floating(kind):
             return UNITS_S[unit]
         raise DataError(
-            f"column {self._column} is {kind}; allowed for time: timestamp, date32, integer, floating-point"
+            f"{self._index.files[0].name}: column {self._column} is {kind}; allowed for time: timestamp, date32, "
+            "integer, floating-point"
         )
 
     def _check_blocks(self) -> None:

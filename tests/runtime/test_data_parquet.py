@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,40 @@ def rows_of(source: Source) -> list[list[int]]:
     raw = sources.load(source, seed=1)
     (column,) = Preprocessing.fit(raw, torch.ones(len(raw), dtype=torch.bool)).apply(raw).samples().columns
     return [column.gather(torch.tensor([row]))[1].tolist() for row in range(len(raw))]
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_extension_types_are_what_they_store(tmp_path: Path, in_lists: bool) -> None:
+    """DuckDB and polars write UUIDs, JSON and booleans of a byte as extension types."""
+    numbers = [5, 6, 5, 7]
+    stored = {
+        arrow.uuid(): arrow.array([uuid.UUID(int=number).bytes for number in numbers], arrow.binary(16)),
+        arrow.json_(): arrow.array([f"[{number}]" for number in numbers]),
+        arrow.opaque(arrow.string_view(), "word", "tests"): arrow.array(list(map(str, numbers)), arrow.string_view()),
+    }
+    for number, (kind, plain) in enumerate(stored.items()):
+        found = []
+        for name, column in (("plain", plain), ("extended", arrow.ExtensionArray.from_storage(kind, plain))):
+            if in_lists:
+                column = arrow.LargeListArray.from_arrays([0, 1, 1, 3, 4], column)
+            folder = tmp_path / f"{number} {name}"
+            folder.mkdir()
+            origin = parts_of(folder, [column.slice(0, 2), column.slice(2)], "hash")
+            found += [rows_of(origin), trained_on(origin)]
+        assert found == [found[0]] * 4, kind
+        assert sum(map(len, found[0])) == 4
+
+
+def test_every_byte_but_0_is_true_in_a_boolean_of_a_byte(tmp_path: Path) -> None:
+    bools = arrow.ExtensionArray.from_storage(arrow.bool8(), arrow.array([0, 1, 2, -1], arrow.int8()))
+    parquet.write_table(arrow.table({"clicked": bools, "n": bools, "x": range(4)}), tmp_path / "0.parquet")
+    (tmp_path / "schema.toml").write_text('label = "clicked"\ndense = ["n"]\n[sparse.x]\nencode = "id"\nrows = 4\n')
+    source = Source(data=str(tmp_path), schema=tmp_path / "schema.toml")
+    raw = sources.load(source, seed=1)
+    assert raw.labels.tolist() == raw.dense.squeeze(1).tolist() == [0, 1, 1, 1]
+    options: Any = {"order": "files", "batch_size": 3, "eval_fraction": 0.25}
+    with StreamLoader(source.data, schema=source.schema, **options) as loader:
+        assert [batch.labels.tolist() for batch in (*loader, *loader.evaluation())] == [[0, 1, 1], [1]]
 
 
 INT64, UINT64, BIG = arrow.int64(), arrow.uint64(), 2**63 + 5

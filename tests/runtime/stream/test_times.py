@@ -68,13 +68,49 @@ def test_every_unit_gives_seconds(values: Any, unit: str, tmp_path: Path) -> Non
     assert (times.first_s, times.last_s) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [pa.timestamp("us"), pa.timestamp("ns"), pa.timestamp("ms")],
+        [pa.timestamp("ms", "UTC"), pa.timestamp("us", "Europe/Berlin"), pa.timestamp("ns", "UTC")],
+    ],
+)
+def test_moments_of_several_files_have_several_units_and_zones(
+    kinds: list[Any], statistics: bool, tmp_path: Path
+) -> None:
+    """pandas 2 writes nanoseconds, and pandas 3 microseconds."""
+    seconds = np.arange(18) + 1_700_000_000
+    for number, kind in enumerate(kinds):
+        rows = pa.table({"at": pa.array(seconds[6 * number : 6 * number + 6], pa.timestamp("s")).cast(kind)})
+        pq.write_table(rows, tmp_path / f"{number}.parquet", row_group_size=3, write_statistics=statistics)
+    index = open_index([str(tmp_path)], ["at"], time_column="at")
+    assert index.schema.field("at").type == pa.timestamp("ns", kinds[0].tz)
+    times = Times(index)
+    assert (times.first_s, times.last_s) == (seconds[0], seconds[-1])
+    assert [times.row_at(float(moment)) for moment in seconds] == list(range(18))
+    assert [row for _, row in times.windows(4.0)] == list(range(0, 18, 4))
+
+
+def test_moments_with_and_without_a_zone_are_not_mixed(tmp_path: Path) -> None:
+    for name, zone in (("a", None), ("b", "UTC")):
+        pq.write_table(pa.table({"at": pa.array([1], pa.timestamp("us", zone))}), tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"/b.parquet: column at is timestamp\[us, tz=UTC\], but in .*/a.parquet it is"):
+        open_index([str(tmp_path)], ["at"], time_column="at")
+    pq.write_table(pa.table({"at": pa.array([2**62], pa.timestamp("us"))}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"at": pa.array([1], pa.timestamp("ns"))}), tmp_path / "b.parquet")
+    index = open_index([str(tmp_path)], ["at"], time_column="at")
+    with pytest.raises(DataError, match=r"/a.parquet: column at, row group 0, row 0: value .*; allowed: timestamp"):
+        list(index.read(0, 1, ["at"]))
+
+
 def test_a_date_is_a_day_of_seconds(tmp_path: Path) -> None:
     assert times_of(tmp_path, pa.array([0, 2], pa.date32())).last_s == 2 * 86_400
 
 
 @pytest.mark.parametrize("statistics", [True, False])
 def test_backwards_and_null_are_named(statistics: bool, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="column at is string; allowed for time: timestamp"):
+    with pytest.raises(DataError, match=r"/a\.parquet: column at is string; allowed for time: timestamp"):
         times_of(tmp_path, pa.array(["a"]))
     times = times_of(tmp_path, pa.array([1, 2, None]), statistics=statistics)
     with pytest.raises(DataError, match=r"column at, row group 0, row 2: null; allowed: a time in every row"):
