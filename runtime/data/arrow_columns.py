@@ -17,7 +17,17 @@ from torch import Tensor
 
 from sennit.offload.arrow_columns import text_ids
 from sennit.offload.columns import INT64_MAX
-from sennit.runtime.data.column_types import Place, cast, check_names, is_binary, is_list, is_number, is_text, plain
+from sennit.runtime.data.column_types import (
+    KEEP_INTEGERS,
+    Place,
+    cast,
+    check_names,
+    is_binary,
+    is_list,
+    is_number,
+    is_text,
+    plain,
+)
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, dense_column, dense_matrix
@@ -108,7 +118,10 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
             }.get(part.encode, "integer, string, binary, or list of these")
             if part.encode == "dictionary" and is_binary(inner):
                 allowed += '; bytes with encode = "hash" or "dynamic"'
-            raise DataError(f"{file}: column {part.name} is {shown}; allowed with encode = {part.encode!r}: {allowed}")
+            raise DataError(
+                f"{file}: column {part.name} is {shown}; allowed with encode = {part.encode!r}: {allowed}"
+                + _remedy(part.name, inner, reads_text=part.encode in ("hash", "dynamic"))
+            )
         if part.first is not None and not (bag or types.is_null(kind)):
             raise DataError(f"{file}: column {part.name} is {shown}; allowed with first = {part.first}: lists")
     if schema.history is not None:
@@ -128,7 +141,20 @@ def _check_owner(file: str, name: str, found: Any, what: str) -> None:
     """Raises DataError unless a column can say whose each row is."""
     types, kind = _types(), plain(shown := found.field(name).type)
     if not (types.is_integer(kind) or is_text(kind) or is_binary(kind) or types.is_null(kind)):
-        raise DataError(f"{file}: column {name} is {shown}; allowed for {what}: integer, string or binary")
+        raise DataError(
+            f"{file}: column {name} is {shown}; allowed for {what}: integer, string or binary"
+            + _remedy(name, kind, reads_text=True)
+        )
+
+
+def _remedy(name: str, kind: Any, *, reads_text: bool) -> str:
+    """What to do about a column of ids whose values have this type. `reads_text`: of a text file, it may be text."""
+    types = _types()
+    if types.is_floating(kind):
+        return f"; {KEEP_INTEGERS}"
+    if reads_text and (types.is_boolean(kind) or types.is_temporal(kind)):
+        return f'; in a text file: types = {{ "{name}" = "string" }} under [text] in the schema'
+    return ""
 
 
 def _types() -> Any:

@@ -6,10 +6,12 @@ Streams and data sets in memory are read by this rule.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from sennit.offload.columns import INT64_MAX
 from sennit.runtime.data.errors import DataError
@@ -18,6 +20,14 @@ from sennit.runtime.data.packages import require
 _PURPOSE: Final = "reading data files"
 
 _UNITS: Final = ("s", "ms", "us", "ns")
+
+WHOLE_WITH_POINT: Final = re.compile(r"-?\d+\.0+")
+"""An integer as pandas writes it in a column with gaps, which is of floats to it."""
+
+_INTEGER: Final = re.compile(r"-?\d+(\.0+)?")
+
+KEEP_INTEGERS: Final = 'where pandas writes the file: astype("Int64") keeps integers beside nulls'
+"""What to do about integers that are floats."""
 
 Found = tuple["Place", int]
 """Where an integer is, and the integer."""
@@ -149,7 +159,7 @@ def common_type(kinds: Sequence[Any]) -> Any | None:
 
 
 def moments_in(kind: Any, other: Any) -> int:
-    """How many units of `other` one unit of `kind` is: 1,000,000 of microseconds in seconds; 1 if they have none."""
+    """How many units of `other` one unit of `kind` is, as 1,000 microseconds are a millisecond; 1 for other types."""
     types = _types()
     if not (types.is_timestamp(kind) and types.is_timestamp(other)):
         return 1
@@ -260,6 +270,25 @@ def _cut(column: Any) -> Any:
         return column
     kind = arrow.ListArray if arrow.types.is_list(column.type) else arrow.LargeListArray
     return kind.from_arrays(ends - ends[0], column.values.slice(ends[0], ends[-1] - ends[0]), mask=nulls)
+
+
+def check_spelling(name: str, *values: npt.NDArray[Any]) -> None:
+    """Raises DataError if all these values of a dictionary are integers as text, some of them with a decimal point.
+
+    One part of a data set had a gap, and another none: 3 and 3.0 would be two values.
+    """
+
+    def first(is_wanted: Callable[[str], bool]) -> str | None:
+        texts = (text for part in values if part.dtype == object for text in part if isinstance(text, str))
+        return next((text for text in texts if is_wanted(text)), None)
+
+    pointed = first(lambda text: text.endswith(".0"))
+    plain = None if pointed is None else first(lambda text: not text.endswith(".0"))
+    if plain is not None and first(lambda text: _INTEGER.fullmatch(text) is None) is None:
+        raise DataError(
+            f"column {name}: integers with and without a decimal point, as {plain} and {pointed}, which would be "
+            f"different values; allowed: one way to write them; {KEEP_INTEGERS}"
+        )
 
 
 # Types that have the same kind of values. Nobody else lists them.

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sennit.runtime.data.column_types import check_spelling
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.raw_samples import NO_DENSE, Feature, RawSamples, Values
 from sennit.runtime.data.schema import DenseField, Schema
@@ -317,6 +318,8 @@ def encoding_of(
             is_value=feature.is_value,
             id_type=feature.id_type,
         )
+    known_values = () if known is None or known.vocabulary is None else (known.vocabulary,)
+    check_spelling(feature.name, values, *known_values)
     vocabulary = values[frequency >= max(1, feature.min_frequency or 1)]
     if known is not None and known.vocabulary is not None:
         try:

@@ -17,6 +17,7 @@ import numpy as np
 
 from sennit.offload.columns import INT64_MAX
 from sennit.offload.text_lines import line_parser
+from sennit.runtime.data.column_types import KEEP_INTEGERS, WHOLE_WITH_POINT
 from sennit.runtime.data.packages import require
 from sennit.runtime.stream.files import arrow_threads
 
@@ -109,11 +110,16 @@ class TextParser:
         if plain in _NULLS:
             nulls = ", ".join(f"'{null}'" for null in (*self.nulls, cell))
             return f"; if it stands for null: nulls = [{nulls}] under [text] in the schema"
+        if kind in ("int64", "uint64") and WHOLE_WITH_POINT.fullmatch(plain):
+            return f"; {KEEP_INTEGERS}"
         other = None
         if plain in _BOOLEANS and kind != "bool":
             other = "bool"
         elif kind == "int64" and _is_unsigned(plain):
             other = "uint64"
+        elif kind == "int64" and not plain.removeprefix("-").isdecimal():
+            # Of a hashed column whose first block has digits alone.
+            other = "string"
         if other is None:
             return ""
         return f'; if the column is of {other}: types = {{ "{column}" = "{other}" }} under [text] in the schema'

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,13 @@ def test_what_is_fed_is_raw_and_its_tables_are_the_same(tmp_path: Path) -> None:
         ({"seen": [1, 2, 3]}, "column seen is int64; allowed with first = 2: lists"),
         (
             {"user": [0.5, 1.0, 2.0]},
-            "column user is double; allowed with encode = 'hash': integer, string, binary, or list of these",
+            "column user is double; allowed with encode = 'hash': integer, string, binary, or list of these; where",
         ),
+        (
+            {"user": [datetime.date(2026, 1, 1)] * 3},
+            r'column user is date32.*; in a text file: types = { "user" = "string" } under \[text\] in the schema',
+        ),
+        ({"user": [True, False, True]}, r'column user is bool; .*: types = { "user" = "string" } under \[text\]'),
         ({"row": [["a"], [], ["b"]]}, "allowed with encode = 'id': integer or list of integers"),
     ],
 )

@@ -187,7 +187,10 @@ def test_named_data_sets(data: str, column: str, model: str, tmp_path: Path) -> 
     [
         ("users", "no column users; there are: at, bought, clicked, item, user"),
         ("item", ""),
-        ("clicked", "column clicked is float; allowed for groups of predictions: integer, string or binary"),
+        (
+            "clicked",
+            "column clicked is float; allowed for groups of predictions: integer, string or binary; where pandas",
+        ),
     ],
 )
 def test_a_column_that_cannot_group_is_named(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -154,6 +155,31 @@ def test_what_a_model_that_is_trained_on_cannot_take_is_named(changed: dict[str,
     before = Preprocessing.fit(raw(), TRAINING)
     with pytest.raises(DataError, match=message):
         Preprocessing.fit(raw(**changed), TRAINING, before)
+
+
+@pytest.mark.parametrize(
+    ("cities", "is_refused"),
+    [
+        (["3", "3.0", None, "-4", "7.0"], True),
+        (["3", None, "5", "8.0", "-4"], True),  # which is in no training row
+        (["3.0", None, "5.0", "-4.0", "8.0"], False),
+        (["3", "3.0", "3.1", "4", "4.0"], False),
+        (["3", "3.0", "", "4", "4.0"], False),
+    ],
+)
+def test_integers_with_and_without_a_point_are_not_two_values(cities: list[str | None], is_refused: bool) -> None:
+    """As pandas writes a column with gaps, and one without."""
+
+    def features(values: list[str | None]) -> tuple[Feature, ...]:
+        return (Feature.categories("city", arrow.array(values, arrow.string())),)
+
+    message = "column city: integers with and without a decimal point, as -?[34] and [0-9].0, .*: one way .*Int64"
+    with pytest.raises(DataError, match=message) if is_refused else contextlib.nullcontext():
+        Preprocessing.fit(raw(features=features(cities)), TRAINING)
+    # And so of a model that goes on with other data.
+    before = Preprocessing.fit(raw(features=features(["3", "4", "5", "6", "7"])), TRAINING)
+    with pytest.raises(DataError, match=message):
+        Preprocessing.fit(raw(features=features(["9.0"] * 5)), TRAINING, before)
 
 
 def test_a_column_without_any_known_value_has_one_row() -> None:

@@ -271,6 +271,11 @@ BROKEN = {
         "9223372036854775808,2,x",
         r'column clicked, line 302: value .9223372036854775808.; allowed: int64; .*: types = { "clicked" = "uint64" }',
     ),
+    "float": ("1.0,2,x", r"column clicked, line 302: value '1.0'; allowed: int64; .*: astype\(\"Int64\"\) keeps"),
+    "text": (
+        "guest,2,x",
+        r'column clicked, line 302: value .guest.; allowed: int64; .*: types = { "clicked" = "string" }',
+    ),
     "too large": ("99999999999999999999,1,x", r"column clicked, line 302: value '9+'; allowed: int64"),
     "too long": ("9" * 5_000 + ",1,x", r"column clicked, line 302: value '9+.*allowed: int64"),
     "open quote": ('1,2,"x', r"column city, line 302: quoted value 'x.*' goes over the end of the line"),
