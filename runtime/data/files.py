@@ -20,16 +20,22 @@ from sennit.transport import descriptors
 _PURPOSE = "a data set of files"
 FORMATS: Final = {
     ".parquet": "Parquet",
+    ".parq": "Parquet",
+    ".pq": "Parquet",
     ".arrow": "Arrow",
     ".feather": "Arrow",
     ".csv": "CSV",
     ".tsv": "TSV",
     ".txt": "TSV",
 }
-"""The format that the end of a file's name says. Text may be compressed: `.csv.gz`."""
+"""The format that the end of a file's name says, in small letters or capitals. Text may be compressed: `.csv.gz`."""
 
 CODECS: Final = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """How text is compressed, as pyarrow names it, by the end of a file's name."""
+
+_OTHER_FORMATS: Final = (".orc", ".avro", ".jsonl", ".ndjson", ".tfrecord", ".tfrecords")
+_OTHER_CODECS: Final = (".lz4", ".xz", ".zip", ".br", ".snappy", ".sz", ".lzma", ".7z")
+"""Of data that nobody reads here. A folder with such a file is refused, so that its rows are not left out unseen."""
 
 _SIGNS: Final = "*?["
 _SKIPPED: Final = ("_", ".")
@@ -107,17 +113,16 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
 
     Of folders and their subfolders, the files whose names say their format are taken. Names that begin with `_` or `.`
     are skipped, as other tools do; a pattern may name them (`.*`). A folder that a pattern matches is read as a folder.
-    Raises DataError for a path without files, for a folder with two formats, for what is no regular file, and for a
-    file that is found twice.
+    Raises DataError for a path without files, for a folder with two formats or with data of a format that is not read,
+    for what is no regular file, and for a file that is found twice.
     """
     found: list[DataFile] = []
     for path in paths:
         files = _find(path)
         if not files:
-            suffixes = ", ".join(f"*{suffix}" for suffix in FORMATS)
             raise DataError(
-                f"data set {path!r}: no such file, and no folder or pattern with files ({suffixes}, also with "
-                f"{', '.join(CODECS)}); give a path that has them"
+                f"data set {path!r}: no such file, and no folder or pattern with files ({_endings()}); give a path "
+                "that has them"
             )
         found += files
     check_once(found)
@@ -228,7 +233,9 @@ def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
     if _is_local(filesystem):
         _check_listable(folder)
     every = filesystem.find(folder)
-    found = sorted(part for part in every if _format(part) is not None and not _is_hidden(part.removeprefix(folder)))
+    every = sorted(part for part in every if not _is_hidden(part.removeprefix(folder)))
+    _check_read(path, every)
+    found = [part for part in every if _format(part) is not None]
     first = next(iter(found), "")
     if other := next((part for part in found if _format(part) != _format(first)), None):
         raise DataError(
@@ -236,6 +243,24 @@ def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
             f"allowed in a folder: one format; give a pattern of the files that you mean"
         )
     return set(found)
+
+
+def _check_read(path: str, parts: Iterable[str]) -> None:
+    """Raises DataError for the first of a folder's files that is data by its name, but not in a format that is read."""
+    for part in parts:
+        suffixes = [suffix.lower() for suffix in PurePosixPath(part).suffixes[-2:]]
+        if suffixes and suffixes[-1] in (*CODECS, *_OTHER_CODECS):
+            suffixes.pop()
+        if suffixes and suffixes[-1] in (*FORMATS, *_OTHER_FORMATS) and _format(part) is None:
+            raise DataError(
+                f"data set {path!r}: has {_name(path, part)}, which cannot be read; allowed in a folder: "
+                f"{_endings()}; give a pattern of the files that you mean"
+            )
+
+
+def _endings() -> str:
+    """What the names of files end in."""
+    return f"{', '.join(f'*{suffix}' for suffix in FORMATS)}, text also with {', '.join(CODECS)}"
 
 
 def _check_listable(folder: str, pattern: Sequence[str] | None = None) -> None:
@@ -271,7 +296,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _format(path: str) -> str | None:
-    name = PurePosixPath(path)
+    name = PurePosixPath(path.lower())
     if name.suffix not in CODECS:
         return FORMATS.get(name.suffix)
     found = FORMATS.get(name.with_suffix("").suffix)

@@ -303,7 +303,7 @@ def _is_compressed(file: DataFile) -> bool:
 
 
 def _codec(file: DataFile) -> str | None:
-    return CODECS.get(PurePosixPath(file.path).suffix)
+    return CODECS.get(PurePosixPath(file.path).suffix.lower())
 
 
 @contextmanager

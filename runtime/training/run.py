@@ -15,9 +15,11 @@ from sennit.command_line import stdout_console
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.backend.torch_versions import Store
+from sennit.runtime.data import sources
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.fed import Door
 from sennit.runtime.stream.settings import OpenedStream
+from sennit.runtime.stream.synthetic_data import is_synthetic
 from sennit.runtime.timeline.timeline import Timeline
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
@@ -77,15 +79,23 @@ def _loaded(config: TrainingConfig, store: Store | None = None) -> tuple[MakeSou
         return _followed(config)
     found = opened(config)
     if store is None:
-        _tell_skipped(config, found)
+        _tell_rows(config, found)
     known = preprocessing_of(config, found) if store is None else published_preprocessing(store)
     return stream_sources(config, found, known), found.stream.fingerprint, known
 
 
-def _tell_skipped(config: TrainingConfig, found: OpenedStream) -> None:
-    skipped = found.stream.index.skipped_rows
-    if skipped and dist.get_rank() == 0:
-        stdout_console().print(f"{config.source.data}: {skipped:,} broken rows are left out")
+def _tell_rows(config: TrainingConfig, found: OpenedStream) -> None:
+    """Says how many files and rows the run has, so that a file that is missing is seen."""
+    if dist.get_rank() != 0:
+        return
+    index, source = found.stream.index, config.source
+    files = f"{len(index.files):,} file{'s' if len(index.files) > 1 else ''}, "
+    skipped = f"; {index.skipped_rows:,} broken rows are left out" if index.skipped_rows else ""
+    stdout_console().print(
+        f"{source.data}: {'' if is_synthetic(source) or sources.is_named(source.data) else files}"
+        f"{index.sample_count:,} rows{skipped}",
+        soft_wrap=True,
+    )
 
 
 def _followed(config: TrainingConfig) -> tuple[MakeSource, str, Preprocessing]:
@@ -93,7 +103,7 @@ def _followed(config: TrainingConfig) -> tuple[MakeSource, str, Preprocessing]:
     follower = follower_of(config)
     look = follower.first(_tell_wait)
     assert look.opened is not None
-    _tell_skipped(config, look.opened)
+    _tell_rows(config, look.opened)
     known = preprocessing_of(config, look.opened)
     return following_sources(config, look, known, follower), look.opened.stream.index.fingerprint, known
 

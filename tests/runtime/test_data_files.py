@@ -112,6 +112,38 @@ def test_a_folder_has_one_format(folder: str) -> None:
     assert [file.format for file in find_files([f"{folder}/day=2/*"])] == ["CSV", "Parquet"]
 
 
+def test_names_in_capitals_and_short_ones_say_their_format(folder: str) -> None:
+    for name in ("B.PARQUET", "c.parq", "d.pq"):
+        write(f"{folder}/{name}", table(0))
+    assert [file.name.rpartition("/")[2] for file in find_files([folder])] == [
+        "B.PARQUET", "c.parq", "d.pq", "part-0.parquet", "part-1.parquet"
+    ]  # fmt: skip
+    assert [file.format for file in find_files([f"{folder}/day=2", f"{folder}/B*"])] == ["Parquet"] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["f.csv.lz4", "F.CSV.ZIP", "f.parquet.gz", "f.jsonl", "f.ndjson.gz", "f.orc", "f.avro", "f.txt.xz"]
+)
+def test_data_of_a_format_that_is_not_read_are_not_left_out(folder: str, name: str) -> None:
+    with fsspec.open(f"{folder}/day=2/{name}", "wb") as stream:
+        stream.write(b"")
+    for path in (folder, f"{folder}/day=2", f"{folder}/day=*"):
+        with pytest.raises(
+            DataError, match=rf"set/day=2/{name}, which cannot be read; allowed in a folder: \*\.parquet"
+        ):
+            find_files([path])
+    assert len(find_files([f"{folder}/**/*.parquet"])) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["schema.toml", "state.json", "notes", "run.py.gz", "_f.orc", "f.parquet.tmp", "archive.zip"]
+)
+def test_what_is_no_data_by_its_name_is_left_out(folder: str, name: str) -> None:
+    with fsspec.open(f"{folder}/{name}", "wb") as stream:
+        stream.write(b"")
+    assert len(find_files([folder])) == 2
+
+
 def test_a_pattern_reads_folders_and_finds_nothing_that_is_hidden(folder: str) -> None:
     filesystem, root = fsspec.core.url_to_fs(folder)
 

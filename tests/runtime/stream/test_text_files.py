@@ -52,7 +52,7 @@ def write(path: Path, lines: list[str], end: str = "\n", header: str | None = "c
 
 
 def packed(text: bytes, name: str) -> bytes:
-    codec = CODECS.get(Path(name).suffix)
+    codec = CODECS.get(Path(name).suffix.lower())
     if codec is None:
         return text
     with arrow.BufferOutputStream() as found:
@@ -355,7 +355,7 @@ def test_headers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-@pytest.mark.parametrize("name", ["part.csv", *(f"part.csv{suffix}" for suffix in CODECS)])
+@pytest.mark.parametrize("name", ["part.csv", "PART.CSV.GZ", *(f"part.csv{suffix}" for suffix in CODECS)])
 def test_a_file_that_is_cut_or_replaced_is_named(name: str, is_cut: bool, tmp_path: Path) -> None:
     path = tmp_path / name
     index = open_index([write(path, LINES)], COLUMNS, text=FORM)
