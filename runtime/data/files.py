@@ -6,14 +6,15 @@ from __future__ import annotations
 import fnmatch
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any, Final
 
 from sennit import surroundings
 from sennit.runtime.data.errors import DataError, MissingPackage
+from sennit.runtime.data.local_folder import is_hidden, listed
 from sennit.runtime.data.packages import require
 from sennit.transport import descriptors
 
@@ -38,9 +39,6 @@ _OTHER_CODECS: Final = (".lz4", ".xz", ".zip", ".br", ".snappy", ".sz", ".lzma",
 """Of data that nobody reads here. A folder with such a file is refused, so that its rows are not left out unseen."""
 
 _SIGNS: Final = "*?["
-_SKIPPED: Final = ("_", ".")
-LOST_AND_FOUND: Final = "lost+found"
-"""A folder of root's at the root of a disk with ext4, which nobody else may list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +52,9 @@ class DataFile:
     path: str
     """The path within the filesystem."""
 
+    base: str = ""
+    """The folder by which it was found: that of the path, or the last one of a pattern that has no sign of it."""
+
     def __str__(self) -> str:
         return self.name
 
@@ -65,6 +66,15 @@ class DataFile:
     @property
     def is_local(self) -> bool:
         return _is_local(self.filesystem)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The same for all names of one file, also for links to it."""
+        if self.is_local:
+            with suppress(OSError):  # it is gone, and whoever opens it is told so
+                found = os.stat(self.path)
+                return found.st_dev, found.st_ino
+        return self.filesystem, self.path
 
     @property
     def size_bytes(self) -> int | None:
@@ -112,9 +122,10 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
     """The files that these paths name, in this order: files, patterns (`*`), and folders, sorted by name.
 
     Of folders and their subfolders, the files whose names say their format are taken. Names that begin with `_` or `.`
-    are skipped, as other tools do; a pattern may name them (`.*`). A folder that a pattern matches is read as a folder.
-    Raises DataError for a path without files, for a folder with two formats or with data of a format that is not read,
-    for what is no regular file, and for a file that is found twice.
+    are skipped, as other tools do; a pattern may name them (`.*`). A folder that a pattern matches is read as a folder,
+    and links are followed. A path that exists as it is written is no pattern. Raises DataError for a path without
+    files, for a folder with two formats or with data of a format that is not read, for what is no regular file, and for
+    a file that is found twice.
     """
     found: list[DataFile] = []
     for path in paths:
@@ -131,12 +142,11 @@ def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
 
 def check_once(files: Iterable[DataFile]) -> None:
     """Raises DataError if a file is among these twice: its rows would count twice, or be trained on and evaluated."""
-    seen = set()
+    seen: dict[tuple[Any, ...], DataFile] = {}
     for file in files:
-        key = (file.filesystem, file.path)
-        if key in seen:
-            raise DataError(f"{file}: given twice; allowed: each file once, to train on or to evaluate")
-        seen.add(key)
+        if (other := seen.setdefault(file.identity, file)) is not file:
+            also = "" if other.path == file.path else f", also as {other}"
+            raise DataError(f"{file}: given twice{also}; allowed: each file once, to train on or to evaluate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,19 +163,17 @@ class GrowingFolder:
     @staticmethod
     def of(path: str) -> GrowingFolder:
         """Raises DataError for a path that is neither a folder nor a pattern in one."""
-        filesystem, root = _located(path)
-        is_pattern = any(sign in root for sign in _SIGNS)
-        while any(sign in root for sign in _SIGNS):
-            root = str(PurePosixPath(root).parent)
+        filesystem, place = _located(path)
+        root, pattern = _cut(filesystem, place)
         if not filesystem.isdir(root):
-            what = "no such folder" if is_pattern or not filesystem.exists(root) else "is one file"
+            what = "no such folder" if pattern or not filesystem.exists(root) else "is one file"
             raise DataError(f"data set {path!r}: {what}; allowed with --follow: a folder that there is, or a pattern")
         return GrowingFolder(path=path, filesystem=filesystem, root=root)
 
     def files(self) -> list[DataFile]:
         """The files that are there now, by name. Names that begin with `_` or `.` are skipped, whatever the pattern."""
         self.filesystem.invalidate_cache()
-        return [file for file in _find(self.path) if not _is_hidden(file.path.removeprefix(self.root))]
+        return [file for file in _find(self.path) if not is_hidden(file.path.removeprefix(self.root))]
 
     def has(self, name: str) -> bool:
         """Whether the folder has a file of this name now."""
@@ -176,6 +184,8 @@ class GrowingFolder:
 def _located(path: str) -> tuple[Any, str]:
     """The filesystem, and the path within it."""
     core = require("fsspec.core", package="fsspec", purpose=_PURPOSE)
+    if "::" in path and "://" not in path:  # to fsspec, filesystems in one another
+        return core.filesystem("file"), os.path.abspath(os.path.expanduser(path))
     try:
         filesystem, root = core.url_to_fs(path)
     except ImportError as error:  # fsspec says which package has the protocol
@@ -185,18 +195,32 @@ def _located(path: str) -> tuple[Any, str]:
     return filesystem, str(root)
 
 
+def _cut(filesystem: Any, path: str) -> tuple[str, list[str]]:
+    """The path up to its first name with a sign of a pattern, and the names from there on. What exists is no pattern,
+    whatever signs it has.
+    """
+    names = path.split("/")
+    for number, name in enumerate(names):
+        if any(sign in name for sign in _SIGNS) and not filesystem.exists("/".join(names[: number + 1])):
+            root = "/" if path.startswith("/") else ""
+            return "/".join(names[:number]) or root, [name for name in names[number:] if name]
+    return path, []
+
+
 def _find(path: str) -> list[DataFile]:
     """The files of one path, by name; none if there are none."""
-    filesystem, root = _located(path)
+    filesystem, place = _located(path)
     try:
-        if any(sign in root for sign in _SIGNS):
-            found = _matching(path, filesystem, root)
-        elif filesystem.isdir(root):
-            found = _parts(path, filesystem, root)
+        base, pattern = _cut(filesystem, place)
+        if pattern:
+            found = _matching(path, filesystem, place, base, pattern)
+        elif filesystem.isdir(place):
+            found = _parts(path, place, _below(filesystem, place))
         else:
-            found = {root} if filesystem.exists(root) else set()
-        names = {part: path if part == root else _name(path, part) for part in sorted(found)}
-        files = [DataFile(name=name, filesystem=filesystem, path=part) for part, name in names.items()]
+            base = str(PurePosixPath(place).parent)
+            found = {place} if filesystem.exists(place) else set()
+        names = {part: path if part == place else _name(path, part) for part in sorted(found)}
+        files = [DataFile(name=name, filesystem=filesystem, path=part, base=base) for part, name in names.items()]
         for file in files:
             # Opening a FIFO waits for whoever writes to it, and what has been read does not come again.
             if file.is_local and not stat.S_ISREG(os.stat(file.path).st_mode):
@@ -208,34 +232,40 @@ def _find(path: str) -> list[DataFile]:
     return files
 
 
-def _matching(path: str, filesystem: Any, pattern: str) -> set[str]:
-    """What matches a pattern. Of a folder that does, its files."""
-    # As in a shell, a sign does not match the begin of a name that hides a file.
-    names = pattern.split("/")
+def _matching(path: str, filesystem: Any, place: str, base: str, pattern: list[str]) -> set[str]:
+    """What matches `pattern` below the folder `base`, which is `place`. Of a folder that does, its files."""
+    by_folder: dict[str | None, list[str]] = {}
     if _is_local(filesystem):
-        at = next(number for number, name in enumerate(names) if any(sign in name for sign in _SIGNS))
-        _check_listable("/".join(names[:at]) or "/", names[at:])
-    found: set[str] = set()
-    for part, about in filesystem.glob(pattern, detail=True).items():
-        hidden = [name for name in part.split("/") if _is_hidden(name)]
-        if not all(any(one[:1] == name[0] and fnmatch.fnmatch(name, one) for one in names) for name in hidden):
-            continue
-        # What a link leads to is not in `about`.
-        if about["type"] != "file" and filesystem.isdir(part):
-            found |= _parts(path, filesystem, part)
-        else:
-            found.add(part)
+        for part, folder in listed(base, pattern):
+            by_folder.setdefault(folder, []).append(part)
+    else:
+        for part, about in filesystem.glob(place, detail=True).items():
+            # As in a shell, a sign does not match the begin of a name that hides a file.
+            hidden = [name for name in part.removeprefix(base).split("/") if is_hidden(name)]
+            if not all(any(one[:1] == name[0] and fnmatch.fnmatch(name, one) for one in pattern) for name in hidden):
+                continue
+            if about["type"] != "file" and filesystem.isdir(part):
+                by_folder[part] = _below(filesystem, part)
+            else:
+                by_folder.setdefault(None, []).append(part)
+    found = set(by_folder.pop(None, []))
+    for folder, every in by_folder.items():
+        found |= _parts(path, str(folder), every)
     return found
 
 
-def _parts(path: str, filesystem: Any, folder: str) -> set[str]:
-    """The files below a folder whose names say their format."""
+def _below(filesystem: Any, folder: str) -> list[str]:
+    """All files below a folder, and perhaps hidden ones."""
     if _is_local(filesystem):
-        _check_listable(folder)
-    every = filesystem.find(folder)
-    every = sorted(part for part in every if not _is_hidden(part.removeprefix(folder)))
-    _check_read(path, every)
-    found = [part for part in every if _format(part) is not None]
+        return [part for part, _ in listed(folder)]
+    return list(filesystem.find(folder))
+
+
+def _parts(path: str, folder: str, every: Iterable[str]) -> set[str]:
+    """Of the files below a folder, those whose names say their format."""
+    shown = sorted(part for part in every if not is_hidden(part.removeprefix(folder)))
+    _check_read(path, shown)
+    found = [part for part in shown if _format(part) is not None]
     first = next(iter(found), "")
     if other := next((part for part in found if _format(part) != _format(first)), None):
         raise DataError(
@@ -263,36 +293,8 @@ def _endings() -> str:
     return f"{', '.join(f'*{suffix}' for suffix in FORMATS)}, text also with {', '.join(CODECS)}"
 
 
-def _check_listable(folder: str, pattern: Sequence[str] | None = None) -> None:
-    """Raises the OSError of a folder that cannot be listed, here or below: fsspec leaves out what is in it, silently.
-
-    `pattern`: only folders are looked into whose paths match the begin of it. Hidden ones never are.
-    """
-
-    def refuse(error: OSError) -> None:
-        # Writers remove folders of their own while others look.
-        is_of_disk = isinstance(error, PermissionError) and PurePosixPath(str(error.filename)).name == LOST_AND_FOUND
-        if not is_of_disk and not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise error
-
-    wanted = list(pattern or ())
-    deep = wanted.index("**") if "**" in wanted else len(wanted)
-    for path, folders, _ in os.walk(folder, onerror=refuse):
-        names = [name for name in folders if not _is_hidden(name)]
-        depth = len(PurePosixPath(path).relative_to(folder).parts)
-        if depth < deep:
-            is_last = depth + 1 >= len(wanted)
-            names = [] if is_last else [name for name in names if fnmatch.fnmatch(name, wanted[depth])]
-        folders[:] = names
-
-
 def _is_local(filesystem: Any) -> bool:
     return "file" in filesystem.protocol
-
-
-def _is_hidden(path: str) -> bool:
-    """Whether a part of the path hides what is below it."""
-    return any(name.startswith(_SKIPPED) for name in path.split("/"))
 
 
 def _format(path: str) -> str | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,7 +43,7 @@ class StreamLoader(Closing):
 
     def __init__(
         self,
-        data: str | Sequence[str] | RawSamples | Samples,
+        data: str | Path | Sequence[str | Path] | RawSamples | Samples,
         *,
         schema: str | Path | Schema | None = None,
         order: str | StreamSettings = "shuffled",
@@ -53,7 +54,7 @@ class StreamLoader(Closing):
         seed: int = 1,
         split: str = "random",
         eval_fraction: float = 0.1,
-        evaluation: Sequence[str] = (),
+        evaluation: str | Path | Sequence[str | Path] = (),
         preprocessing: Preprocessing | None = None,
         histories: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -82,13 +83,16 @@ class StreamLoader(Closing):
         if isinstance(data, RawSamples | Samples):
             found = short_stream(data, settings, run, histories=histories)
         else:
-            paths = (data,) if isinstance(data, str) else tuple(data) if isinstance(data, Sequence) else ()
-            if not paths or not all(isinstance(path, str) for path in paths):
+            paths = _paths(data)
+            if not paths:
                 raise ConfigError(
                     f"data is a {type(data).__name__}; allowed: paths of files, the name of a data set, samples; "
                     "sennit.runtime.stream.spool writes files of an iterator"
                 )
-            source = Source(data=paths[0], further=paths[1:], evaluation=tuple(evaluation))
+            held = _paths(evaluation)
+            if not held and evaluation != ():
+                raise ConfigError(f"evaluation is a {type(evaluation).__name__}; allowed: paths of files")
+            source = Source(data=paths[0], further=paths[1:], evaluation=held)
             found = _opened(source, schema, settings, run, group, histories)
         if preprocessing is None:
             preprocessing = found.fit(group=group)
@@ -203,6 +207,13 @@ class StreamLoader(Closing):
     def close(self) -> None:
         """Ends its thread, and closes files."""
         self._source.close()
+
+
+def _paths(given: object) -> tuple[str, ...]:
+    """One path or several, as texts; none for anything else."""
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    paths = tuple(os.fspath(path) for path in several if isinstance(path, str | os.PathLike))
+    return paths if len(paths) == len(several) else ()
 
 
 def _opened(

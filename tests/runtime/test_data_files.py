@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.data import files, sources
+from sennit.runtime.data import local_folder, sources
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.files import find_files
 from sennit.runtime.data.source import Source
@@ -171,6 +171,68 @@ def test_a_file_is_given_once(folder: str, schema: Path) -> None:
         sources.check(Source(data=folder, schema=schema, evaluation=(f"{folder}/*.parquet",)))
 
 
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A folder of two days, one of which lies elsewhere."""
+    for path in ("logs/day=1", "other/day=2/sub"):
+        (tmp_path / path).mkdir(parents=True)
+    for name in ("logs/day=1/a", "other/day=2/b", "other/day=2/sub/c"):
+        parquet.write_table(table(0), tmp_path / f"{name}.parquet")
+    (tmp_path / "logs" / "day=2").symlink_to("../other/day=2")
+    return tmp_path / "logs"
+
+
+def test_links_to_folders_are_followed_but_not_back_into_themselves(linked: Path) -> None:
+    every = [f"{linked}/{name}.parquet" for name in ("day=1/a", "day=2/b", "day=2/sub/c")]
+
+    def check() -> None:
+        for pattern in ("", "/*", "/**", "/**/*.parquet"):
+            assert [file.path for file in find_files([f"{linked}{pattern}"])] == every, pattern
+        assert [file.path for file in find_files([f"{linked}/day=*/*.parquet"])] == every[:2]
+
+    check()
+    # The root of the disk has these files, too.
+    for name, place in (("loop", "."), ("day=1/up", ".."), ("root", "/"), ("lost", "nowhere"), ("self", "self")):
+        (linked / name).symlink_to(place)
+        if name not in ("lost", "self"):
+            check()
+    # In a folder, what is no data is no matter. A pattern has it.
+    assert [file.path for file in find_files([str(linked)])] == every
+    with pytest.raises(DataError, match=r"No such file|Too many levels"):
+        find_files([f"{linked}/*"])
+
+
+def test_a_file_under_a_second_name_is_given_twice(linked: Path, schema: Path) -> None:
+    (linked / "day=1" / "latest.parquet").symlink_to("a.parquet")
+    message = r"latest\.parquet: given twice, also as .*/day=1/a\.parquet; allowed: each file once"
+    with pytest.raises(DataError, match=message):
+        find_files([str(linked)])
+    train, held = (str(linked / "day=1" / f"{name}.parquet") for name in ("a", "latest"))
+    with pytest.raises(DataError, match=message):
+        sources.check(Source(data=train, schema=schema, evaluation=(held,)))
+    (linked / "day=1" / "latest.parquet").unlink()
+    (linked / "latest").symlink_to("day=2")
+    with pytest.raises(DataError, match=r"latest/b\.parquet: given twice, also as .*/day=2/b\.parquet"):
+        find_files([str(linked)])
+
+
+@pytest.mark.parametrize("name", ["my [v2] data", "what?", "a*b", "a::b", "[ab]"])
+def test_a_path_that_exists_is_no_pattern(name: str, tmp_path: Path) -> None:
+    for path in (tmp_path / f"{name}.parquet", tmp_path / name / f"{name}.parquet"):
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(table(0), path)
+    parquet.write_table(table(0), tmp_path / "axb.parquet")
+    inner = f"{name}/{name}.parquet"
+    for given, expected in (
+        (f"{name}.parquet", f"{name}.parquet"),
+        (name, inner),
+        (f"{name}/*", inner),
+        (inner, inner),
+    ):
+        (file,) = find_files([str(tmp_path / given)])
+        assert file.path == str(tmp_path / expected)
+
+
 def test_what_can_be_read_once_alone_is_refused(tmp_path: Path, schema: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
     (tmp_path / "link.parquet").symlink_to("pipe.parquet")
@@ -244,8 +306,7 @@ def test_files_in_a_folder_that_cannot_be_listed_are_not_left_out(folder: str, m
     # A pattern does not look into it.
     assert len(find_files([f"{folder}/part*"])) == 1
     # Nobody but root may list this folder of a disk.
-    monkeypatch.setattr(files, "LOST_AND_FOUND", "day=2")
-    error.filename = f"{folder}/day=2"
+    monkeypatch.setattr(local_folder, "LOST_AND_FOUND", "day=2")
     assert len(find_files([folder])) == 1
     # What is removed while others look is not there.
     error = FileNotFoundError(errno.ENOENT, "No such file or directory")

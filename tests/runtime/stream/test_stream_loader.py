@@ -133,6 +133,22 @@ def test_a_loader_without_a_process_group_and_a_state_of_another_stream(seed: in
         other.load_state_dict(found.state_dict())
 
 
+def test_paths_are_texts_or_paths(seed: int, tmp_path: Path) -> None:
+    write(tmp_path / "data", table(seed))
+    write(tmp_path / "held", table(seed + 1))
+    found = []
+    for kind in (str, Path):
+        data, held = (kind(tmp_path / name) for name in ("data", "held"))
+        for paths, evaluation in ((data, held), ([data], [held])):
+            with StreamLoader(
+                paths, schema=tmp_path / "data" / "schema.toml", order="files", batch_size=48, evaluation=evaluation
+            ) as one:
+                found.append([batch.labels.tolist() for batch in one])
+    assert found == [found[0]] * 4
+    with pytest.raises(ConfigError, match="evaluation is a int; allowed: paths of files"):
+        loader(tmp_path / "data", evaluation=7)
+
+
 def test_a_program_sees_where_windows_end(seed: int, tmp_path: Path) -> None:
     """Each window is evaluated before it is trained on, and has all of its rows."""
     rows = table(seed)
