@@ -35,8 +35,8 @@ def listed(folder: str, pattern: Sequence[str] = (_ALL,)) -> Iterator[tuple[str,
     `**` matches any number of levels. A link to a folder that it is in is not followed. Raises OSError for a folder
     that cannot be listed.
     """
-    place = PurePosixPath(folder).parents
-    yield from _below(folder, frozenset([tuple(pattern)]), frozenset(_identity(str(one)) for one in place), None)
+    above = frozenset(_identity(str(one)) for one in PurePosixPath(os.path.realpath(folder)).parents)
+    yield from _below(folder, frozenset([tuple(pattern)]), above, None)
 
 
 def _below(

@@ -225,7 +225,9 @@ class Follower:
         if self._form is None:
             # The types of the first text are those of all.
             self._form = typed(files, self._columns, self._schema.text_format)
-        opened = open_files(files, self._columns, self._form, self._time)
+        opened = open_files(
+            files, self._columns, self._form, self._time, before=self._files[-1] if self._files else None
+        )
         for file in opened:
             check_types(file.name, self._schema, file.schema)
         return without_refused(opened, self._schema)

@@ -14,18 +14,23 @@ from sennit.runtime.stream.arrow_file import ArrowFile
 from sennit.runtime.stream.files import StreamFile
 from sennit.runtime.stream.folder_columns import own_columns, with_folders
 from sennit.runtime.stream.parquet_file import ParquetFile
-from sennit.runtime.stream.text_file import TextFile, with_types
+from sennit.runtime.stream.text_file import TextFile, names_of, with_types
 
 _OPENED_AT_ONCE: Final = 4
 
 
 def open_files(
-    files: Sequence[DataFile], columns: Sequence[str], form: TextFormat, time_column: str | None = None
+    files: Sequence[DataFile],
+    columns: Sequence[str],
+    form: TextFormat,
+    time_column: str | None = None,
+    before: StreamFile | None = None,
 ) -> tuple[StreamFile, ...]:
     """Reads what the files' formats say about their rows.
 
     Where a name does not say the format, the first bytes do. Names of folders are columns, too (`folder_columns`).
     `form`: how text files are read. `time_column`: the one whose least and greatest values will be asked for.
+    `before`: the file that comes before them, if they come while a run reads.
     """
     kinds = [file.format or _sniff(file, form) for file in files]
     form = typed(files, columns, form)
@@ -33,21 +38,25 @@ def open_files(
     def open_one(file: DataFile, kind: str) -> StreamFile:
         if kind == "Parquet":
             return ParquetFile.of(file, time_column)
-        return ArrowFile.of(file) if kind == "Arrow" else TextFile.of(file, form, own_columns(file, columns))
+        return ArrowFile.of(file) if kind == "Arrow" else TextFile.of(file, form, _own(file, form, columns))
 
     # Hashing takes a processor, and an object store takes its time.
     with ThreadPoolExecutor(_OPENED_AT_ONCE, thread_name_prefix="sennit-files") as pool:
         opened = tuple(pool.map(open_one, files, kinds))
     check_skipped(opened, form)
-    return with_folders(files, opened, columns, time_column)
+    return with_folders(files, opened, columns, time_column, before)
 
 
 def typed(files: Sequence[DataFile], columns: Sequence[str], form: TextFormat) -> TextFormat:
     """`form` with a type for each column, if any of the files is text. Types of the first one are those of all."""
     for file in files:
         if is_text(file, form):
-            form = with_types(file, form, own_columns(file, columns))
+            form = with_types(file, form, _own(file, form, columns))
     return form
+
+
+def _own(file: DataFile, form: TextFormat, columns: Sequence[str]) -> list[str]:
+    return own_columns(file, columns, lambda: names_of(file, form))
 
 
 def is_text(file: DataFile, form: TextFormat) -> bool:

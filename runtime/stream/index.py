@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sennit.offload.columns import INT64_MAX
 from sennit.runtime.data.column_types import Found, check_names, moments_in, outside, type_of_all, typed
 from sennit.runtime.data.errors import DataError, Incomplete
-from sennit.runtime.data.files import find_files
+from sennit.runtime.data.files import DataFile, check_once, find_files
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.text_format import PLAIN, TextFormat
 from sennit.runtime.stream.files import StreamFile
@@ -172,7 +172,7 @@ class StreamIndex:
 
 
 def open_index(
-    paths: Sequence[str],
+    files: Sequence[str | DataFile],
     columns: Sequence[str],
     *,
     time_column: str | None = None,
@@ -180,17 +180,25 @@ def open_index(
     encodings: Mapping[str, str] = MappingProxyType({}),
     beside: Sequence[str] = (),
 ) -> StreamIndex:
-    """Finds files, and reads what their formats say about their rows. Text is read as a whole.
+    """Reads what the formats of files say about their rows. Text is read as a whole.
 
-    `text`: how text files are read (`Schema.text_format`). `encodings`: of columns of ids (`Schema.encodings`), which
-    decide where files disagree about the sign. `beside`: columns that are no part of the fingerprint.
+    `files`: those that were found, or paths of some. `text`: how text files are read (`Schema.text_format`).
+    `encodings`: of columns of ids (`Schema.encodings`), which decide where files disagree about the sign. `beside`:
+    columns that are no part of the fingerprint.
 
     Raises DataError for files that are no data files, that do not have each column once, or that have it with types
     that do not agree, and where there are no rows at all.
     """
     columns = tuple(dict.fromkeys((*columns, *([] if time_column is None else [time_column]))))
-    files = open_files(find_files(paths), columns, text, time_column)
-    return index_of(files, columns, time_column=time_column, encodings=encodings, beside=beside)
+    found = [one for file in files for one in ([file] if isinstance(file, DataFile) else find_files([file]))]
+    check_once(found)
+    return index_of(
+        open_files(found, columns, text, time_column),
+        columns,
+        time_column=time_column,
+        encodings=encodings,
+        beside=beside,
+    )
 
 
 def index_of(

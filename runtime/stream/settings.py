@@ -197,9 +197,10 @@ def open_stream(
     `histories`: with those of the schema, if it has any.
     """
     schema = schema if histories else schema.without_history()
-    paths = (source.data, *source.further)
+    # Listed once: a file that comes now is not there for the one and new to the other.
+    files, held = find_files((source.data, *source.further)), find_files(source.evaluation)
     index = open_index(
-        (*paths, *source.evaluation),
+        (*files, *held),
         schema.read_columns,
         time_column=None if schema.time is None else schema.time.column,
         text=schema.text_format,
@@ -218,8 +219,8 @@ def open_stream(
             f"{file.name}: it has to be read from its beginning; allowed: --order time or files, or to unpack it"
         )
     train_rows = index.sample_count
-    if source.evaluation:
-        train_rows = int(index.ends[index.file_ends[len(find_files(paths)) - 1] - 1])
+    if held:
+        train_rows = int(index.ends[index.file_ends[len(files) - 1] - 1])
         if not 0 < train_rows < index.sample_count:
             empty, use = (source.evaluation, "evaluate") if train_rows else (paths, "train on")
             raise DataError(f"{', '.join(empty)}: no row to {use}; allowed: files with rows")

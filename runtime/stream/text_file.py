@@ -166,6 +166,12 @@ class TextFile:
         return text
 
 
+def names_of(file: DataFile, form: TextFormat) -> tuple[str, ...]:
+    """The columns of a text file."""
+    with _opened(file) as stream:
+        return _header(file, stream, form)[0]
+
+
 def with_types(file: DataFile, form: TextFormat, columns: Sequence[str]) -> TextFormat:
     """`form` with a type for each of these columns. Types that it lacks are inferred from the file's first block, by
     pyarrow, but that integers of 64 bits without a sign are uint64.

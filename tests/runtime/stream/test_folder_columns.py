@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.stream.index import StreamIndex, open_index
+from sennit.runtime.data.files import find_files
+from sennit.runtime.data.text_format import PLAIN
+from sennit.runtime.stream.formats import open_files
+from sennit.runtime.stream.index import StreamIndex, index_of, open_index
 from tests.runtime.stream.stream_files import SCHEMA, pa, pq, table
 from tests.runtime.stream.test_stream_training import TINY, outcome
 from tests.runtime.whole_run import train
@@ -79,6 +82,62 @@ def test_a_folder_without_the_column_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1]}), tmp_path / "z.parquet")
     with pytest.raises(DataError, match=r"z.parquet: no column day, which .* has; there are: id"):
         open_index([str(tmp_path)], COLUMNS)
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_a_folder_above_the_named_one_adds_columns_and_replaces_none(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may work in a folder `x=3` of its own."""
+    folder = tmp_path / "x=3" / "y=4" / "data"
+    inner = folder / "x=5"
+    inner.mkdir(parents=True)
+    content = pa.table({"id": [0, 1], "x": [6, 7]})
+    for path in (folder / f"a.{form}", inner / f"a.{form}"):
+        pq.write_table(content, path) if form == "parquet" else csv.write_csv(content, path)
+    monkeypatch.chdir(folder)
+
+    def rows(path: str) -> list[tuple[int, ...]]:
+        return list(zip(*rows_of(open_index([path], ("x", "y")), ("x", "y")).values(), strict=True))
+
+    own, named = [(6, 4), (7, 4)], [(5, 4), (5, 4)]
+    for place in (f"a.{form}", f"../data/a.{form}", f"{folder}/a.{form}", f"*.{form}", "x=5", f"x=5/a.{form}"):
+        assert rows(place) == own, place
+    # The folder's value counts where the folder is below the one that is named.
+    for place in (f"x=*/a.{form}", f"{folder}/x=*"):
+        assert rows(place) == named, place
+    assert rows(".") == rows(str(folder)) == own + named
+    assert rows(f"../../*/data/a.{form}") == own
+
+
+def test_files_that_come_later_keep_the_type_of_a_folder(tmp_path: Path) -> None:
+    null = "__HIVE_DEFAULT_PARTITION__"
+
+    def opened(*values: str) -> list[str]:
+        """The column's types in files that are opened one after another."""
+        found: list[Any] = []
+        for value in values:
+            (tmp_path / f"at={value}").mkdir(exist_ok=True)
+            pq.write_table(pa.table({"id": [1]}), tmp_path / f"at={value}" / "a.parquet")
+            files = find_files([f"{tmp_path}/at={value}/*"])
+            found += open_files(files, ("id", "at"), PLAIN, before=found[-1] if found else None)
+        index = index_of(tuple(found), ("id", "at"))
+        assert rows_of(index, ("at",))["at"] == [
+            None if value == null else int(value) if str(index.schema.field("at").type) == "int64" else value
+            for value in values
+        ]
+        return [str(file.schema.field("at").type) for file in found]
+
+    assert opened("1", null, "2") == ["int64", "null", "int64"]
+    assert opened("Ulm", null, "2") == ["string"] * 3
+    assert opened(null, "1") == ["null", "int64"]
+    assert opened("-5", "7") == ["int64"] * 2
+    assert opened("--5") == ["string"]
+    message = (
+        r"at=Ulm/a\.parquet: column at is 'Ulm' by its folder, but in .*at=1/a\.parquet it is int64; allowed in files"
+    )
+    with pytest.raises(DataError, match=message):
+        opened("1", "Ulm")
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv"])

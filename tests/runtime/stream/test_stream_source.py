@@ -23,6 +23,7 @@ from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature, RawSamples, dense_fields
 from sennit.runtime.data.schema import DenseField, read_schema
 from sennit.runtime.data.source import Source
+from sennit.runtime.stream import settings as settings_module
 from sennit.runtime.stream.fitting import Frequencies, Moments, fit
 from sennit.runtime.stream.parquet_file import ParquetFile
 from sennit.runtime.stream.reader import Reader
@@ -312,6 +313,28 @@ def test_a_region_that_goes_on_is_not_decoded_again(seed: int, tmp_path: Path, m
     assert len(begun) == sum(
         begin < high and low < end for begin, end in blocks for low, high in [(0, 393), (600, 993)]
     )
+
+
+def test_a_file_that_comes_while_the_index_is_made_is_not_part_of_the_run(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to train on, nor in that it moves the begin of the rows for evaluation."""
+    for name in ("data", "held"):
+        write(tmp_path / name, table(seed))
+    schema = tmp_path / "data" / "schema.toml"
+    make = getattr(settings_module, "open_index")  # noqa: B009
+
+    def make_while_one_comes(*given: Any, **options: Any) -> Any:
+        index = make(*given, **options)
+        (tmp_path / "data" / "part-9.parquet").write_bytes((tmp_path / "data" / "part-0.parquet").read_bytes())
+        return index
+
+    monkeypatch.setattr(settings_module, "open_index", make_while_one_comes)
+    source = Source(data=str(tmp_path / "data"), schema=schema, evaluation=(str(tmp_path / "held"),))
+    run = OrderSettings(seed=seed, split="random", eval_fraction=0.1, batch_size=40, epochs=1, max_steps=None)
+    found = open_stream(source, read_schema(schema), StreamSettings(order="files"), run)
+    assert len(found.stream.index.files) == 6
+    assert found.order.train_count == 1200
 
 
 def test_a_file_that_is_replaced_in_the_middle_is_named(seed: int, tmp_path: Path) -> None:
