@@ -11,6 +11,9 @@ A file has in its metadata from which offsets its messages are, and is renamed w
 behind the last file whenever it was stopped, and has each message once: nothing is committed to Kafka. A checkpoint of
 the run names its files (`files.json`), and thereby the offsets up to which the model was trained.
 
+A column has one type in all files, that of its first values: `1` in the first file and `1.5` in a later one end the
+program, and no message is lost. A message without a column has null there.
+
 It takes `pip install confluent-kafka`.
 """
 
@@ -23,6 +26,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.ipc
+
+from sennit.runtime.stream.spooling import table_of
 
 OFFSETS = b"kafka"
 """The key of the metadata: JSON of partition to the offset that comes next."""
@@ -54,8 +59,10 @@ def batches(consumer: Any, rows: int, wait_s: float, count: int | None) -> Itera
 
 
 def write(messages: list[Any], folder: Path, number: int, offsets: dict[int, int], schema: pa.Schema | None) -> Any:
-    """Writes a file and counts its messages in `offsets`. Returns the columns, which are the same in all files."""
-    table = pa.Table.from_pylist([json.loads(message.value()) for message in messages], schema=schema)
+    """Writes a file and counts its messages in `offsets`. Returns its columns: those of `schema`, with their types, and
+    further ones of these messages. Raises DataError for values that are not of their column's type.
+    """
+    table = table_of([json.loads(message.value()) for message in messages], schema)
     for message in messages:
         offsets[message.partition()] = message.offset() + 1
     marked = table.replace_schema_metadata({OFFSETS: json.dumps(offsets)}).combine_chunks()
@@ -96,7 +103,7 @@ def main() -> None:
     )
     number, schema = len(list(given.folder.glob("part-*.arrow"))), None
     if number:
-        with pa.OSFile(str(given.folder / "part-00000000.arrow")) as file:
+        with pa.OSFile(str(given.folder / f"part-{number - 1:08}.arrow")) as file:
             schema = pa.ipc.open_file(file).schema.remove_metadata()
     try:
         for messages in batches(consumer, given.rows, given.wait, given.messages):

@@ -312,8 +312,7 @@ def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:
         # the process (pyarrow 26.0).
         is_typed = not arrow.types.is_null(lists.type.value_type)
         column = lists.flatten() if is_typed else arrow.nulls(int(counts.sum()))
-    if arrow.types.is_dictionary(column.type):
-        column = compute.cast(column, column.type.value_type)
+    column = cast(column, plain(column.type))
     if not arrow.types.is_uint64(column.type):
         has_text = is_text(column.type) or is_binary(column.type)
         column = cast(column, arrow.large_string() if has_text else arrow.int64())

@@ -245,8 +245,9 @@ def cast(column: Any, kind: Any, *, safe: bool = True) -> Any:
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     if arrow.types.is_dictionary(column.type):
-        # A cast cannot make lists of a dictionary of them.
-        return cast(column.dictionary_decode(), kind, safe=safe)
+        # A cast cannot make lists of a dictionary of them, and rows of views cannot be picked.
+        values = cast(column.dictionary, plain(column.type.value_type))
+        return cast(arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode(), kind, safe=safe)
     options = compute.CastOptions(
         kind, allow_invalid_utf8=True, allow_int_overflow=not safe, allow_float_truncate=not safe
     )

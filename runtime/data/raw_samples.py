@@ -22,9 +22,10 @@ from sennit.offload.columns import DenseType, DenseValues, IdsType, Ragged, ids_
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import Clamp, ClampList, FirstX, Log1p, Operator, SigridHash
 from sennit.offload.plan import Graph
+from sennit.runtime.data.column_types import cast, is_text, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.samples import Column, Samples, check_tensors
 from sennit.runtime.data.schema import DenseField, History
 
 NULL: Final = -1
@@ -34,15 +35,24 @@ Values = npt.NDArray[np.object_] | npt.NDArray[np.int64] | npt.NDArray[np.uint64
 
 
 def encode(column: Any) -> tuple[npt.NDArray[np.int64], Values]:
-    """Returns (codes, distinct values in rising order) of an Arrow array or chunked array of strings or integers.
+    """Returns (codes, distinct values in rising order) of strings or integers: an Arrow array or chunked array, or what
+    pyarrow makes one of, such as a list, an array, a tensor or a series.
 
     Text is sorted by code points. The distinct values are those of the whole column. Which of them a model knows is
-    decided later, by its training rows (`preprocessing`).
+    decided later, by its training rows (`preprocessing`). Raises DataError for other values.
     """
-    compute = require("pyarrow.compute", package="pyarrow", purpose="a column of categories")
     arrow = require("pyarrow", package="pyarrow", purpose="a column of categories")
-    if arrow.types.is_dictionary(column.type):
-        column = compute.cast(column, column.type.value_type)
+    if not isinstance(column, arrow.Array | arrow.ChunkedArray):
+        column = _as_arrow(arrow, column)
+    kind = plain(column.type)
+    if arrow.types.is_null(kind):
+        kind = arrow.int64()
+    if not (is_text(kind) or arrow.types.is_integer(kind)):
+        raise DataError(f"categories are {column.type}; allowed: integers, strings, and nulls among them")
+    if isinstance(column, arrow.ChunkedArray):
+        column = arrow.chunked_array([cast(part, kind) for part in column.chunks], kind)
+    else:
+        column = cast(column, kind)
     encoded = column.dictionary_encode()
     if isinstance(encoded, arrow.ChunkedArray):
         # Each chunk may have a dictionary.
@@ -61,6 +71,15 @@ def encode(column: Any) -> tuple[npt.NDArray[np.int64], Values]:
     code_of[-1] = NULL
     indices = np.asarray(encoded.indices.fill_null(len(values)).to_numpy(zero_copy_only=False))
     return code_of[indices], values[order]
+
+
+def _as_arrow(arrow: Any, values: Any) -> Any:
+    try:
+        if hasattr(values, "__arrow_c_stream__"):  # as series of polars
+            return arrow.chunked_array(values)
+        return arrow.array(values.numpy() if isinstance(values, Tensor) else values)
+    except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"categories: {error}; allowed: integers or strings, and nulls among them") from error
 
 
 IdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -105,8 +124,14 @@ class Feature:
 
     @classmethod
     def categories(cls, name: str, column: Any, offsets: npt.NDArray[np.int64] | None = None, **rest: Any) -> Feature:
-        """The feature for an Arrow array of strings or integers."""
-        codes, known = encode(column)
+        """The feature for strings or integers, as `encode` takes them. With `offsets`, those of all lists together.
+
+        Raises DataError for other values.
+        """
+        try:
+            codes, known = encode(column)
+        except DataError as error:
+            raise DataError(f"column {name}: {error}") from error
         return cls(name=name, row_count=len(known) + 1, values=codes, offsets=offsets, dictionary=known, **rest)
 
     @classmethod
@@ -221,6 +246,9 @@ class RawSamples:
 
     history: History | None = None
     """Features of which a sample has those of earlier samples, too, if the run asks for histories."""
+
+    def __post_init__(self) -> None:
+        check_tensors(self.name, dense=self.dense, labels=self.labels, sample_weights=self.sample_weights)
 
     @classmethod
     def of(cls, samples: Samples) -> RawSamples:

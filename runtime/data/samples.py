@@ -101,6 +101,14 @@ def _ids(name: str, row_count: int, ids: IntArray) -> Tensor:
     return torch.from_numpy(ids.astype(narrow))
 
 
+def check_tensors(name: str, **parts: object) -> None:
+    """Raises DataError for a part of samples that is no tensor."""
+    for what, part in parts.items():
+        if part is not None and not isinstance(part, Tensor):
+            kind = type(part).__name__
+            raise DataError(f"{name}: {what} is a {kind}; allowed: a tensor (torch.from_numpy makes one of an array)")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
     """N labelled samples, in order of time if the source knows it."""
@@ -143,6 +151,7 @@ class Samples:
             self._check()
 
     def _check(self) -> None:
+        check_tensors(self.name, dense=self.dense, labels=self.labels, sample_weights=self.sample_weights)
         count = self.labels.shape[0]
         if not self.columns:
             raise DataError(f"{self.name}: no sparse column; a DLRM needs at least one table")

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.runtime.data.column_types import cast, is_list, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
 
@@ -87,8 +88,13 @@ def _blocks(arrow: Any, rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _one_batch(table: Any) -> Any:
-    # A slice keeps the buffers of what it was cut of, and a copy has its own. So files have the same bytes.
-    (batch,) = table.take(list(range(len(table)))).combine_chunks().to_batches()
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    try:
+        # A slice keeps the buffers of what it was cut of, and a copy has its own. So files have the same bytes.
+        (batch,) = table.take(list(range(len(table)))).combine_chunks().to_batches()
+    except arrow.ArrowNotImplementedError as error:
+        allowed = "numbers, texts, bytes, times, and lists of these"
+        raise DataError(f"columns {_text(table.schema)}: {error}; allowed: {allowed}") from error
     return batch
 
 
@@ -97,7 +103,7 @@ def _tables(arrow: Any, rows: Iterable[Any]) -> Iterator[Any]:
     schema, first, samples = None, 0, list[dict[str, Any]]()
     for one in rows:
         if isinstance(one, arrow.RecordBatch | arrow.Table) and not samples:
-            table = one if isinstance(one, arrow.Table) else arrow.Table.from_batches([one])
+            table = _without_views(arrow, one if isinstance(one, arrow.Table) else arrow.Table.from_batches([one]))
             schema = schema or table.schema.remove_metadata()
             table = table.replace_schema_metadata()
             if table.schema != schema:
@@ -111,22 +117,75 @@ def _tables(arrow: Any, rows: Iterable[Any]) -> Iterator[Any]:
                 number = first + len(samples) - 1
                 raise DataError(f"row {number}: columns {', '.join(map(str, one))}; allowed: {', '.join(names)}")
             if len(samples) == BLOCK_ROWS:
-                table = _table_of(arrow, samples, schema, first)
+                table = _rows(samples, schema, first)
                 yield table
                 schema, first, samples = table.schema, first + len(table), []
         else:
             kind = type(one).__name__
             raise DataError(f"row {first + len(samples)}: a {kind}; allowed: record batches alone, or mappings alone")
     if samples:
-        yield _table_of(arrow, samples, schema, first)
+        yield _rows(samples, schema, first)
 
 
-def _table_of(arrow: Any, samples: list[dict[str, Any]], schema: Any, first: int) -> Any:
+def _rows(samples: Sequence[Mapping[str, Any]], schema: Any, first: int) -> Any:
     try:
-        return arrow.Table.from_pylist(samples, schema=schema)
-    except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-        allowed = "values of one type in a column" + ("" if schema is None else f", here of {_text(schema)}")
-        raise DataError(f"rows {first} to {first + len(samples) - 1}: {error}; allowed: {allowed}") from error
+        table = table_of(samples, schema)
+        if schema is not None and table.schema != schema:
+            raise DataError(_difference(table.schema, schema))
+    except DataError as error:
+        raise DataError(f"rows {first} to {first + len(samples) - 1}: {error}") from error
+    return table
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
+    """A `pyarrow.Table` of mappings, one a row. A row without a name has null there.
+
+    The columns of `schema` are first and have its types, where it has another one than null. The types of others follow
+    from their values. Raises DataError for values that have no type in common, and for those that another type would
+    change: 1.5 is no integer.
+    """
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    known = {} if schema is None else dict(zip(schema.names, schema.types, strict=True))
+    columns = {}
+    for name in dict.fromkeys([*known, *(name for row in rows for name in row)]):
+        # With a type, pyarrow would cut 1.5 to an integer in silence.
+        try:
+            column = arrow.array([row.get(name) for row in rows])
+            kind = known.get(name, arrow.null())
+            if not arrow.types.is_null(kind) and column.type != kind:
+                if not _has_kind(arrow.types, column.type, kind):
+                    raise TypeError(f"values of type {column.type}")
+                column = column.cast(kind)
+        except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+            allowed = "values of one type in a column" + (f", here of {name} ({known[name]})" if name in known else "")
+            raise DataError(f"column {name}: {error}; allowed: {allowed}") from error
+        columns[name] = column
+    return arrow.table(columns)
+
+
+def _has_kind(types: Any, found: Any, kind: Any) -> bool:
+    """Whether a safe cast to the other type keeps the values. Others would make text of numbers, or truth of 7."""
+    if found == kind or types.is_null(found):
+        return True
+    if is_list(found) and is_list(kind):
+        return _has_kind(types, found.value_type, kind.value_type)
+    is_any_number = [types.is_integer(one) or types.is_floating(one) for one in (found, kind)]
+    return all(is_any_number) or (types.is_decimal(found) and types.is_decimal(kind))
+
+
+def _without_views(arrow: Any, table: Any) -> Any:
+    """Views of texts and bytes, as polars has them, become what they view: Arrow cannot pick rows of them."""
+    for number, field in enumerate(table.schema):
+        if _has_view(arrow.types, field.type):
+            parts = [cast(part, plain(field.type)) for part in table.column(number).chunks]
+            table = table.set_column(number, field.name, arrow.chunked_array(parts, plain(field.type)))
+    return table
+
+
+def _has_view(types: Any, kind: Any) -> bool:
+    if types.is_dictionary(kind) or is_list(kind):
+        return _has_view(types, kind.value_type)
+    return bool(types.is_string_view(kind) or types.is_binary_view(kind))
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.stream.index import open_index
 
@@ -38,10 +40,14 @@ class Message(SimpleNamespace):
 class Topic:
     """A topic with three partitions, whose messages come in an order of chance."""
 
-    def __init__(self, seed: int, count: int, *, broken_after: int | None = None, wrong: str = "") -> None:
+    def __init__(
+        self, seed: int, count: int, *, broken_after: int | None = None, wrong: str = "", more: Any = lambda row: {}
+    ) -> None:
         self._stream = numpy_stream(seed, "topic")
         self._wrong, self._left = wrong, broken_after
-        self._rows = [[{"id": 3 * row + part, "price": row / 4} for row in range(count)] for part in range(3)]
+        self._rows = [
+            [{"id": 3 * row + part, "price": row / 4} | more(row) for row in range(count)] for part in range(3)
+        ]
         self._next: dict[int, int] = {}
         self.given: dict[str, Any] = {}
 
@@ -126,3 +132,20 @@ def test_an_error_of_kafka_ends_the_program(seed: int, tmp_path: Path, monkeypat
     with pytest.raises(SystemExit, match="Kafka: offset out of range"):
         run(monkeypatch, Topic(seed, 10, wrong="offset out of range"), tmp_path / "clicks", 5)
     assert not list((tmp_path / "clicks").iterdir())
+
+
+def test_no_value_and_no_column_is_lost_where_messages_differ(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first message has less than later ones, and a number that later ones cut in two."""
+    folder = tmp_path / "clicks"
+    run(monkeypatch, Topic(seed, 40, more=lambda row: {"tag": f"tag {row}"} if row else {}), folder, 120)
+    names = ["id", "price", "tag"]
+    index = open_index([str(folder)], names)
+    found = [row for _, piece in index.read(0, 120, names) for row in piece.to_pylist()]
+    assert sorted(row["id"] for row in found) == list(range(120))
+    assert all(row["tag"] == (f"tag {row['id'] // 3}" if row["id"] >= 3 else None) for row in found)
+    shutil.rmtree(folder)
+    with pytest.raises(DataError, match=r"column count: .*0\.5.*; allowed: values of one type .* count \(int64\)"):
+        run(monkeypatch, Topic(seed, 90, more=lambda row: {"count": row if row < 60 else row + 0.5}), folder, 270)
+    assert rows(folder)

@@ -227,6 +227,44 @@ def test_any_text_keeps_its_row(values: list[str | None], data: st.DataObject) -
     assert fitted.apply(made).features[0].values.tolist() == expected
 
 
+def test_categories_are_whatever_has_texts_or_integers() -> None:
+    pandas = pytest.importorskip("pandas")
+    texts, numbers = ["Ulm", "Kiel", "Ulm", "Bonn"], [3, 1, 3, 2]
+    views = arrow.array(texts, arrow.string_view())
+    names = arrow.array(texts).dictionary_encode()
+    viewed = arrow.DictionaryArray.from_arrays(names.indices, names.dictionary.cast(arrow.string_view()))
+    for column in (
+        arrow.array(texts), texts, tuple(texts), np.array(texts), np.array(texts, object), pandas.Series(texts),
+        pandas.Categorical(texts), views, names, viewed, arrow.chunked_array([texts[:1], texts[1:]]),
+        arrow.chunked_array([viewed[:1], viewed[1:]]),
+    ):  # fmt: skip
+        found = Feature.categories("city", column)
+        assert found.dictionary is not None
+        assert (found.values.tolist(), found.dictionary.tolist()) == ([2, 1, 2, 0], ["Bonn", "Kiel", "Ulm"])
+    for column in (numbers, np.array(numbers, np.int8), torch.tensor(numbers), pandas.Series(numbers)):
+        found = Feature.categories("city", column)
+        assert found.dictionary is not None
+        assert (found.values.tolist(), found.dictionary.tolist()) == ([2, 0, 2, 1], [1, 2, 3])
+    assert Feature.categories("city", ["Ulm", None]).values.tolist() == [0, -1]
+    assert Feature.categories("city", [None, None]).values.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("column", [[True, False], [1.5, 2.0], [b"x"], [["a"], ["b"]], [1, "a"], 7, [{}], [2**70]])
+def test_categories_of_other_types_are_refused(column: Any) -> None:
+    with pytest.raises(DataError, match=r"column city: categories.*; allowed: integers"):
+        Feature.categories("city", column)
+
+
+@pytest.mark.parametrize("part", ["labels", "dense", "sample_weights"])
+def test_an_array_is_no_tensor(part: str) -> None:
+    changed: dict[str, Any] = {part: np.zeros(5, np.float32)}
+    with pytest.raises(DataError, match=rf"made: {part} is a ndarray; allowed: a tensor"):
+        raw(**changed)
+    samples = Preprocessing.fit(raw(), TRAINING).apply(raw()).samples()
+    with pytest.raises(DataError, match=rf"made: {part} is a ndarray; allowed: a tensor"):
+        replace(samples, are_checked=False, **changed)
+
+
 @pytest.mark.parametrize("values", [[2**64 - 1, 0, 2**63], [-(2**63), 2**63 - 1, 0]])
 def test_integers_keep_all_their_bits(values: list[int]) -> None:
     kind = arrow.uint64() if max(values) > 2**63 else arrow.int64()

@@ -114,12 +114,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
 TEXTS = [pa.string(), pa.large_string(), pa.binary(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+# As Arrow files of polars have categories.
+VIEWED = pa.dictionary(pa.uint32(), pa.string_view())
 
 
 @st.composite
 def users(draw: st.DrawFn) -> Any:
     """A column of users: integers of any width, text, bytes; nulls among them."""
-    kind = draw(st.sampled_from(INTEGERS + TEXTS))
+    kind = draw(st.sampled_from([*INTEGERS, *TEXTS, VIEWED]))
     names = st.sampled_from([0, 1, 2, 127, None])
     if kind in (pa.int64(), pa.uint64()):
         names = st.sampled_from([0, 1, 2**63 - 1, None])
@@ -127,6 +129,9 @@ def users(draw: st.DrawFn) -> Any:
     if pa.types.is_integer(kind):
         return pa.array(found, kind)
     texts = [None if one is None else f"user {one}" for one in found]
+    if kind == VIEWED:
+        plain = pa.array(texts, pa.dictionary(pa.uint32(), pa.string()))
+        return pa.DictionaryArray.from_arrays(plain.indices, plain.dictionary.cast(pa.string_view()))
     return pa.array([None if one is None else one.encode() for one in texts] if kind == pa.binary() else texts, kind)
 
 

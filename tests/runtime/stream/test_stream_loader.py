@@ -244,6 +244,16 @@ def test_an_iterator_is_told_to_be_spooled() -> None:
 
 
 TEXTS = [pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()), pa.binary(), pa.binary_view()]
+# As Arrow files of polars have categories.
+VIEWED = pa.dictionary(pa.uint32(), pa.string_view())
+
+
+def array(values: Any, kind: Any) -> Any:
+    """pyarrow 26.0 does not make dictionaries of views itself."""
+    if kind != VIEWED:
+        return pa.array(values, kind)
+    plain = pa.array(values, pa.dictionary(pa.uint32(), pa.string()))
+    return pa.DictionaryArray.from_arrays(plain.indices, plain.dictionary.cast(pa.string_view()))
 
 
 @pytest.mark.parametrize("order", ["shuffled", "files"])
@@ -253,7 +263,9 @@ def test_rows_are_picked_whatever_type_text_has(order: str, in_lists: bool, tmp_
     words = [f"word {row % 7}" for row in range(90)]
 
     def batches_of(kind: Any) -> list[Any]:
-        column = pa.array([[word, word[-1]] for word in words], pa.list_(kind)) if in_lists else pa.array(words, kind)
+        column = array([text for word in words for text in (word, word[-1])], kind) if in_lists else array(words, kind)
+        if in_lists:
+            column = pa.ListArray.from_arrays(pa.array(range(0, 181, 2), pa.int32()), column)
         rows = pa.table({"clicked": [row % 2 for row in range(90)], "word": column, "at": range(90)})
         with pa.ipc.new_file(str(tmp_path / "rows.arrow"), rows.schema) as file:
             file.write_table(rows, max_chunksize=30)
@@ -265,5 +277,5 @@ def test_rows_are_picked_whatever_type_text_has(order: str, in_lists: bool, tmp_
 
     plain = batches_of(pa.string())
     assert len(plain) > 5
-    for kind in TEXTS:
+    for kind in TEXTS if in_lists else (*TEXTS, VIEWED):
         assert batches_of(kind) == plain, kind
