@@ -272,7 +272,7 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         categories = arrow.chunked_array(columns)
         return Feature.categories(part.name, categories, offsets, first=part.first, min_frequency=part.min_frequency)
     ids = []
-    has_text = is_text(kind := columns[0].type)
+    has_text = is_text(columns[0].type)
     for piece, column, of_rows in zip(pieces, columns, lengths, strict=True):
         if has_text:
             ids.append(text_ids(column))
@@ -293,8 +293,20 @@ def _feature(pieces: Sequence[Piece], part: SparseField) -> Feature:
         first=part.first,
         is_dynamic=part.encode == "dynamic",
         is_value=part.encode == "value",
-        id_type=("text" if has_text else str(kind)) if part.encode == "dynamic" else "int64",
+        id_type=id_type_of(pieces[0].column(part.name).type) if part.encode in ("hash", "dynamic") else "int64",
     )
+
+
+def id_type_of(kind: Any) -> str | None:
+    """As in `Feature`, of a column of ids with this type of pyarrow."""
+    kind = plain(kind)
+    if is_list(kind):
+        return id_type_of(kind.value_type)
+    if _types().is_null(kind):
+        return None
+    if is_text(kind) or is_binary(kind):
+        return "text"
+    return "uint64" if _types().is_uint64(kind) else "int64"
 
 
 def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -28,6 +28,7 @@ from sennit.runtime.data.schema import DenseField, Schema
 FORMAT: Final = 1
 NAME: Final = "preprocessing.json"
 UNKNOWN_ROW: Final = 0
+_ID_WORDS: Final = ("integers", "text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,8 @@ class Encoding:
     is_value: bool = False
     """Integers stay as they are, and there is no table."""
 
-    id_type: str = "int64"
-    """As in `Feature`. Checkpoints that do not say it have integers without a known sign, or text."""
+    id_type: str | None = "int64"
+    """As in `Feature`. None: nobody knows, as of checkpoints that do not say it."""
 
     def places_in(self, other: Encoding) -> npt.NDArray[np.int64]:
         """[row_count]: the row of `other`'s table for each row of this one. `other` has all values of this one."""
@@ -74,6 +75,21 @@ class Encoding:
             return np.arange(self.row_count)
         own, known = _comparable(self.vocabulary, other.vocabulary)
         return np.concatenate([[UNKNOWN_ROW], 1 + np.searchsorted(known, own)])
+
+    def check_ids(self, name: str, id_type: str | None) -> None:
+        """Raises DataError if ids of the data set `name` are text and the model's integers, or the other way round.
+
+        The same user would have a row as text and another as an integer. `id_type`: as in `Feature`.
+        """
+        if self.kind not in ("hash", "dynamic") or None in (id_type, self.id_type):
+            return
+        if (id_type == "text") != (self.id_type == "text"):
+            kind = "string" if self.id_type == "text" else self.id_type
+            raise DataError(
+                f"{name}: column {self.name} is of {_ID_WORDS[id_type == 'text']}, where the model has "
+                f"{_ID_WORDS[self.id_type == 'text']}, whose rows are others; allowed: the type of the model, in text "
+                f'files by types = {{ {self.name} = "{kind}" }} below [text] of the schema'
+            )
 
     @property
     def kind(self) -> str:
@@ -150,6 +166,26 @@ class Preprocessing:
                 pairs = itertools.zip_longest(found, wanted, fillvalue="none")
                 here, there = next((one, other) for one, other in pairs if one != other)
                 raise DataError(f"{raw.name}: {what}: {here}, where the model has {there}")
+        for feature, encoding in zip(raw.features, self.encodings, strict=True):
+            encoding.check_ids(raw.name, feature.id_type)
+
+    def check_schema(self, name: str, schema: Schema, types: Mapping[str, str | None]) -> None:
+        """Raises DataError unless the columns of a schema, which `is_of`, have the operators of this preprocessing.
+
+        `types`: by column what its ids are in the data, as in `Feature`. Whether means follow a stream is not asked.
+        """
+        dense = zip(_fixed(schema.dense or NO_DENSE), _fixed(scale.field for scale in self.scales), strict=True)
+        for here, there in dense:
+            if here != there:
+                raise DataError(
+                    f"{name}: column {here.name} with clamp {here.clamp} and log1p {here.log1p}, where the model has "
+                    f"clamp {there.clamp} and log1p {there.log1p}"
+                )
+        for part, encoding, known in zip(schema.sparse, self.encodings, _described(self.encodings), strict=True):
+            salt = part.salt if part.encode == "hash" else None
+            if (found := _words(part.name, part.encode, salt, part.rows, part.first)) != known:
+                raise DataError(f"{name}: column {found}, where the model has {known}")
+            encoding.check_ids(name, types.get(part.name))
 
     def apply(self, raw: RawSamples) -> RawSamples:
         """The samples with dense features scaled and ids as rows, some of which are still to be hashed.
@@ -198,7 +234,7 @@ class Preprocessing:
                     "first": part.first,
                     "values": None if part.vocabulary is None else part.vocabulary.tolist(),
                 }
-                | ({} if part.id_type == "int64" else {"ids": part.id_type})
+                | ({} if part.id_type is None or part.kind not in ("hash", "dynamic") else {"ids": part.id_type})
                 for part in self.encodings
             ],
         }
@@ -249,13 +285,19 @@ class Preprocessing:
                         first=part["first"],
                         is_dynamic=part["encode"] == "dynamic",
                         is_value=part["encode"] == "value",
-                        id_type=str(part.get("ids", "int64")),
+                        id_type=_id_type(part),
                     )
                     for part in content["sparse"]
                 ),
             )
         except (KeyError, TypeError, IndexError, OverflowError) as error:
             raise ValueError(f"not the preprocessing of a model: {error!r}") from None
+
+
+def _id_type(part: dict[str, Any]) -> str | None:
+    if part["encode"] not in ("hash", "dynamic"):
+        return "int64"
+    return None if part.get("ids") is None else str(part["ids"])
 
 
 def _fixed(fields: Iterable[DenseField]) -> tuple[DenseField, ...]:
@@ -273,11 +315,14 @@ def _scale(field: DenseField, column: Tensor, is_training: Tensor) -> Scale:
 
 def _described(parts: Iterable[Feature | Encoding]) -> tuple[str, ...]:
     """What a model that is trained on must have as it was, in words."""
-    return tuple(
-        f"{part.name} with encode = {part.kind!r}"
-        + (f", salt {part.salt} and {part.row_count} rows" if part.salt is not None else "")
-        + (f", the first {part.first}" if part.first is not None else "")
-        for part in parts
+    return tuple(_words(part.name, part.kind, part.salt, part.row_count, part.first) for part in parts)
+
+
+def _words(name: str, kind: str, salt: int | None, rows: int | None, first: int | None) -> str:
+    return (
+        f"{name} with encode = {kind!r}"
+        + (f", salt {salt} and {rows} rows" if salt is not None else "")
+        + (f", the first {first}" if first is not None else "")
     )
 
 
@@ -316,7 +361,7 @@ def encoding_of(
             first=feature.first,
             is_dynamic=feature.is_dynamic,
             is_value=feature.is_value,
-            id_type=feature.id_type,
+            id_type=known.id_type if feature.id_type is None and known is not None else feature.id_type,
         )
     known_values = () if known is None or known.vocabulary is None else (known.vocabulary,)
     check_spelling(feature.name, values, *known_values)

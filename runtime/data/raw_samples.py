@@ -119,8 +119,9 @@ class Feature:
     is_value: bool = False
     """No ids, but integers that a model reads as they are. There is no table."""
 
-    id_type: str = "int64"
-    """Of a dynamic table: what its ids are in the data, "int64", "uint64", or "text" (also bytes), which is hashed."""
+    id_type: str | None = "int64"
+    """What the ids of a hashed column or a dynamic table are in the data: "int64", "uint64", or "text" (also bytes),
+    whose ids are its hash. None: there are nulls alone."""
 
     @classmethod
     def categories(cls, name: str, column: Any, offsets: npt.NDArray[np.int64] | None = None, **rest: Any) -> Feature:

@@ -18,7 +18,7 @@ from sennit.offload.arrow_columns import (
     number_encoder,
     vocabulary,
 )
-from sennit.runtime.data.arrow_columns import Piece, raw_samples
+from sennit.runtime.data.arrow_columns import Piece, id_type_of, raw_samples
 from sennit.runtime.data.column_types import Place, cast, is_binary, is_list, plain
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.packages import require
@@ -52,6 +52,8 @@ class Encoder:
             raise DataError(
                 f"data with the features {', '.join(here)}; allowed: those of the model, {', '.join(model)}"
             )
+        fields = [] if types is None else [types.field(part.name) for part in schema.sparse if part.name in types.names]
+        preprocessing.check_schema("data", schema, {field.name: id_type_of(field.type) for field in fields})
         self.schema = schema
         self.preprocessing = preprocessing
         self._types, self._hashes = types, hashes

@@ -80,7 +80,7 @@ def to_dynamic(
     return f"ids of {table}: dynamic now, {len(found.ids)} with rows, of {rows}"
 
 
-def id_type_of(encoding: Encoding) -> str:
+def id_type_of(encoding: Encoding) -> str | None:
     """What the values of a table's vocabulary are as the ids of a dynamic one (`Encoding.id_type`)."""
     if encoding.vocabulary is None:
         return encoding.id_type

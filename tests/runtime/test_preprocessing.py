@@ -14,10 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sennit.runtime.data.arrow_columns import PartOfFile, Piece, raw_samples
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.raw_samples import Feature, RawSamples, fingerprint
-from sennit.runtime.data.schema import DenseField
+from sennit.runtime.data.schema import DenseField, parse_schema
+from sennit.runtime.stream.encoder import Encoder
 
 arrow = pytest.importorskip("pyarrow")
 
@@ -180,6 +182,85 @@ def test_integers_with_and_without_a_point_are_not_two_values(cities: list[str |
     before = Preprocessing.fit(raw(features=features(["3", "4", "5", "6", "7"])), TRAINING)
     with pytest.raises(DataError, match=message):
         Preprocessing.fit(raw(features=features(["9.0"] * 5)), TRAINING, before)
+
+
+@pytest.mark.parametrize("encode", ["hash", "dynamic"])
+def test_ids_that_were_text_are_no_integers_when_a_model_is_trained_on(encode: str) -> None:
+    """The same user would have two rows."""
+    schema = parse_schema({"label": "y", "sparse": {"user": {"encode": encode, "rows": 50}}})
+
+    def samples(users: Any, in_lists: bool) -> RawSamples:
+        column = arrow.array([[user] for user in users.to_pylist()], arrow.list_(users.type)) if in_lists else users
+        table = arrow.table({"y": [0, 1], "user": column})
+        return raw_samples("clicks", [Piece(table, PartOfFile("clicks.parquet", "row group 0"))], schema)
+
+    every = torch.ones(2, dtype=torch.bool)
+    texts, other = arrow.array(["7", "8"]), [arrow.array([7, 8]), arrow.array([7, 8], arrow.uint64())]
+    same = [texts.cast(arrow.large_string()), texts.cast(arrow.binary()), texts.dictionary_encode()]
+    for in_lists in (False, True):
+        as_text, as_integers = (Preprocessing.fit(samples(one, in_lists), every) for one in (texts, other[0]))
+        for column in other:
+            with pytest.raises(DataError, match=r"clicks: column user is of integers, where the model has text, .*st"):
+                Preprocessing.fit(samples(column, in_lists), every, as_text)
+            Preprocessing.fit(samples(column, in_lists), every, as_integers)
+        for column in same if not in_lists else same[:2]:
+            message = r'clicks: column user is of text, where the model has integers, .*types = \{ user = "int64" \}'
+            with pytest.raises(DataError, match=message):
+                Preprocessing.fit(samples(column, in_lists), every, as_integers)
+            Preprocessing.fit(samples(column, in_lists), every, as_text)
+        # A column of nulls is of any type, and a checkpoint of earlier days does not say it.
+        nothing = samples(arrow.array([None, None]), in_lists)
+        assert Preprocessing.fit(nothing, every, as_text).text() == as_text.text()
+        content = as_text.as_json()
+        del content["sparse"][0]["ids"]
+        Preprocessing.fit(samples(other[0], in_lists), every, Preprocessing.from_json(content))
+
+
+SCHEMA: dict[str, Any] = {
+    "label": "clicked",
+    "dense": {"price": {"clamp": [0, 9], "log1p": True}},
+    "sparse": {"user": {"encode": "hash", "rows": 50, "salt": 3, "first": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"dense": {"price": {"clamp": [0, 9]}}},
+            r"with clamp \(0.0, 9.0\) and log1p False, where the mod",
+        ),
+        (
+            {"dense": {"price": {"clamp": [0, 8], "log1p": True}}},
+            r"clamp \(0.0, 8.0\) and .* has clamp \(0.0, 9.0\) and",
+        ),
+        ({"sparse": {"user": {**SCHEMA["sparse"]["user"], "salt": 4}}}, "salt 4 and 50 rows.*, where .* salt 3 and 50"),
+        ({"sparse": {"user": {**SCHEMA["sparse"]["user"], "rows": 60}}}, "salt 3 and 60 rows.*, where .* and 50 rows"),
+        ({"sparse": {"user": {**SCHEMA["sparse"]["user"], "first": 1}}}, "the first 1, where .*, the first 2"),
+        ({}, ""),
+    ],
+)
+def test_a_schema_with_other_operators_than_the_model_is_refused(changed: dict[str, Any], message: str) -> None:
+    """As when a run is resumed, or a `StreamLoader` gets the preprocessing of a model."""
+    table = arrow.table({"clicked": [0, 1], "price": [1.5, 2.5], "user": [[7], [8, 9]]})
+    schema = parse_schema(SCHEMA)
+    made = raw_samples("clicks", [Piece(table, PartOfFile("clicks.parquet", "row group 0"))], schema)
+    known = Preprocessing.parse(Preprocessing.fit(made, torch.ones(2, dtype=torch.bool)).text())
+    if not changed:
+        Encoder(schema, known, table.schema)
+        return
+    with pytest.raises(DataError, match=rf"data: column .*{message}"):
+        Encoder(parse_schema(SCHEMA | changed), known, table.schema)
+
+
+def test_a_stream_of_text_is_none_of_a_model_of_integers() -> None:
+    table = arrow.table({"clicked": [0, 1], "price": [1.5, 2.5], "user": [[7], [8, 9]]})
+    schema = parse_schema(SCHEMA)
+    made = raw_samples("clicks", [Piece(table, PartOfFile("clicks.parquet", "row group 0"))], schema)
+    known = Preprocessing.fit(made, torch.ones(2, dtype=torch.bool))
+    types = table.schema.set(2, arrow.field("user", arrow.list_(arrow.string())))
+    with pytest.raises(DataError, match="data: column user is of text, where the model has integers"):
+        Encoder(schema, known, types)
 
 
 def test_a_column_without_any_known_value_has_one_row() -> None:
