@@ -252,7 +252,7 @@ def jagged(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 def times_changed(tensor: torch.Tensor) -> int:
     """How often operations have written to the memory of a tensor: torch's version counter."""
-    return tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -35,9 +35,11 @@ UPDATE: Final = "sparse update"
 class LookedUp:
     """A lookup whose results are in a graph of autograd, and may get gradients."""
 
-    def __init__(self, sent: Sent, number: int, changes: int, refills: int) -> None:
-        """`sent`: what it looks up. `number`: in the order of calls. `changes`, `refills`: of `TableSteps`, by now."""
-        self.sent, self.number, self.changes, self.refills = sent, number, changes, refills
+    def __init__(self, sent: Sent, number: int, steps: TableSteps) -> None:
+        """`sent`: what it looks up. `number`: in the order of calls. `steps`: whose rows it has, as they are."""
+        self.sent, self.number = sent, number
+        self.changes, self.refills = steps.changes, steps.refills
+        self.versions = 0 if sent.weights is None else steps.versions
         self.has_given = False
         self.made_in = backward_pass()
         """The backward pass that this lookup was made in, as activation checkpoints do; -1: none."""
@@ -85,6 +87,8 @@ class Passes:
         # An update waits for the one before it, and raises its error.
         self._update: Running | None = None
         self._lookup: Running | None = None
+        # The lookup of the next batch, and what the program had written before it began. No update has begun since.
+        self._ahead: tuple[Running, int] | None = None
         self._untold: list[Running] = []
 
         self.is_synchronised = True
@@ -116,7 +120,7 @@ class Passes:
             raise
         finally:
             self._run, self._group = run, group
-            self._lookup = self._update = None
+            self._lookup = self._update = self._ahead = None
 
     @property
     def looks_ahead(self) -> bool:
@@ -137,11 +141,15 @@ class Passes:
 
         Returns None if weights require gradients: then the call itself has to look the batch up.
         """
-        return None if sent.weights is not None else self._found(sent)
+        if sent.weights is not None:
+            return None
+        sent.versions = self._steps.versions
+        return self._found(sent)
 
     def has_begun(self, lookup: Running) -> None:
         """A thread runs `look_up`, or will."""
         self._lookup = lookup
+        self._ahead = lookup, self._steps.writes
 
     def results(self, sent: Sent) -> Mapping[str, Tensor]:
         """The results of a batch by feature."""
@@ -165,16 +173,22 @@ class Passes:
 
     def _called(self, sent: Sent) -> LookedUp:
         """A call asks for the results of a batch, and for gradients."""
-        looked = LookedUp(sent, self._count, self._steps.changes, self._steps.refills)
+        looked = LookedUp(sent, self._count, self._steps)
         self._count += 1
         return looked
 
     def _pending(self, looked: LookedUp, run: RunBeside) -> Pending:
         lookup = looked.sent.lookup
-        if lookup is None:
+        if lookup is None or self._ahead != (lookup, self._steps.writes):
+            # Or rows have changed since. All ranks know: updates and writes come in one order on all of them.
             self.finish()
-            lookup = run(LOOKUP, lambda: self._found(looked.sent))
-            self.has_begun(lookup)
+            lookup = self._lookup = run(LOOKUP, lambda: self._found(looked.sent))
+        elif lookup.is_done and looked.sent.versions != self._steps.versions:
+            # Whoever takes a state waits for the lookup. Other ranks may have no such rows, so none can look up again.
+            raise ArgumentError(
+                "rows were written through the tensors of a state, after the next batch was looked up; allowed: with "
+                "`load_state_dict` of this state afterwards, or `set_rows`, on all ranks"
+            )
         running = lookup
 
         def wait() -> dict[str, Tensor]:
@@ -273,10 +287,11 @@ class Passes:
 
         def give() -> Tensor | None:
             has_rows = steps.dynamic <= sent.trained or steps.refills == looked.refills
-            if has_weights and not (has_rows and steps.changes == looked.changes):
+            are_same = (steps.changes, steps.versions) == (looked.changes, looked.versions)
+            if has_weights and not (has_rows and are_same):
                 raise ArgumentError(
                     "gradients of weights, for which the rows of their lookup are needed; they have changed since; "
-                    "allowed: no step and no `set_rows` between a lookup and its backward pass, and no other lookup "
+                    "allowed: no step, load or `set_rows` between a lookup and its backward pass, and no other lookup "
                     "of a frozen dynamic table"
                 )
             return steps.give(sent, looked.number, gradients, is_kept=is_kept, in_slices=in_slices)
@@ -379,6 +394,8 @@ class Passes:
                     steps.drop(all_of_them=False)
                     raise
 
+        if name == UPDATE:
+            self._ahead = None
         self._update = Done(update()) if self._run is None else self._run(name, update)
         return self._update
 

@@ -104,7 +104,7 @@ class RowAccess:
         arrived = self._wire.all_to_all(
             "rows", joined(parts, torch.float32), self._floats(self._taken), self._floats(self._asked)
         )
-        self._steps.changes += 1
+        self._steps.writes += 1
         engine, batch = self._shards.engine, self._announced.batch
         if engine.on_update is not None:
             engine.on_update(batch)

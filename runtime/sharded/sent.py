@@ -105,6 +105,9 @@ class Sent:
         self.lookup: Running | None = None
         """The lookup of this batch, if another thread has begun it before the call."""
 
+        self.versions = 0
+        """`TableSteps.versions` when that lookup began."""
+
     def take(self, sender: object, fate: str) -> None:
         """Gives the batch to `sender`, once. `fate`: what becomes of it, for the error of a second call.
 

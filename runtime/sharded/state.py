@@ -161,6 +161,7 @@ class HeldTables(nn.Module):
         # Calls hooks, and loads what a program has registered here. To it, shards are unexpected.
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, [], error_msgs)
         self.finish()
+        self._steps.writes += 1
         for changes in self._changes:
             changes.mark_all()
         for engines in self._steps.engines:

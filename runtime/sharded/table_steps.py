@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from sennit.runtime.backend.torch_versions import times_changed
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.sharded.accumulation import Gradients
 from sennit.runtime.sharded.agreement import exchange_headers, rows_on_all
@@ -88,8 +89,10 @@ class TableSteps:
         parameter, so DDP does not see it."""
 
         self.optimizer = optimizer
-        self.changes = 0
-        """How often rows have changed: the same on all ranks."""
+        self.writes = 0
+        """How often the program has written rows, by `set_rows` and loads: the same on all ranks."""
+
+        self._updates = 0
 
         self.refills = 0
         """How often ids without rows may have got the rows of others, in lookups that do not train: as above."""
@@ -139,6 +142,22 @@ class TableSteps:
         """What the function of `on_evicted` has raised and nobody was told, once."""
         failures = [one.sharded.take_failure() for one in self.engines]
         return next((error for error in failures if error is not None), None)
+
+    @property
+    def changes(self) -> int:
+        """How often rows have changed: the same on all ranks."""
+        return self._updates + self.writes
+
+    @property
+    def versions(self) -> int:
+        """How often torch has written to this rank's rows, as a program may do through the tensors of a state.
+
+        0 if there are rows in files or dynamic tables, where lookups write to memory.
+        """
+        if self.has_files or self.dynamic:
+            return 0
+        all_shards = [shards for one in self.engines for shards in (one.sharded, one.replicated)]
+        return sum(times_changed(one.engine.weight(name)) for one in all_shards for name in one.engine.names)
 
     @property
     def is_accumulating(self) -> bool:
@@ -335,7 +354,7 @@ class TableSteps:
         Returns what is wrong with gradients of this rank's rows. Such rows are left as they were.
         """
         self.was_finite, self._is_finite, self._were_finite = self._is_finite, True, True
-        self.changes += self.is_accumulating
+        self._updates += self.is_accumulating
         factor, self._factor = self._factor / scale, 1.0
         if not self.was_finite:
             self.drop(all_of_them=True)

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.pipeline import Pipeline, Record, Task
@@ -86,6 +89,79 @@ def trained_twice(rank: int, world: int, depth: int, seed: int, in_step: bool) -
             for _ in run:
                 pass
     return [model.digest(), model.bags.state_dict()["steps"].tolist()]
+
+
+def written_between(rank: int, world: int, depth: int | None, folder: str) -> dict[str, str]:
+    """Rows that the program writes between two steps. A digest for each way; `depth` None: without a pipeline."""
+    found = {}
+    for way in ("load_state_dict", "set_rows", "dcp.load", "a step of its own"):
+        model = Model("row_wise")
+        optimizer = torch.optim.Adam(model.replicas.parameters(), lr=0.01, foreach=False)
+        saved = {}
+
+        def between(step: int, model: Model = model, way: str = way, saved: dict[str, Any] = saved) -> None:
+            tables = model.bags
+            if step == 0:
+                saved.update(copy.deepcopy(dict(tables.state_dict())))
+                if way == "dcp.load":
+                    dcp.save({"tables": tables.state_dict()}, checkpoint_id=folder)
+            elif step == 2 and way == "load_state_dict":
+                tables.load_state_dict(saved)
+            elif step == 2 and way == "set_rows":
+                own = torch.arange(rank, 40, world)
+                tables["user"].set_rows(own, torch.ones(len(own), 4))
+            elif step == 2 and way == "dcp.load":
+                state = {"tables": tables.state_dict()}
+                dcp.load(state, checkpoint_id=folder)
+                tables.load_state_dict(state["tables"])
+            elif step == 2:
+                again = next(batches(model))
+                sum(one.sum() for one in tables(again.ids, global_batch=SAMPLES).values()).backward()
+
+        if depth is None:
+            for step, batch in enumerate(batches(model)):
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+                between(step)
+        else:
+            with pipeline(model, batches(model), batches_ahead=depth) as run:
+                for step, _ in enumerate(run):
+                    between(step)
+        found[way] = model.digest()
+    return found
+
+
+class StepsInside(Model):
+    """Takes a step of its tables before it looks its batch up."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        ahead = next(batches(self))
+        sum(one.sum() for one in self.bags(ahead.ids, global_batch=SAMPLES).values()).backward()
+        return super().forward(batch)
+
+
+def steps_inside(rank: int, world: int, depth: int) -> str:
+    model = StepsInside("row_wise")
+    with pipeline(model, batches(model), batches_ahead=depth) as run:
+        for _ in run:
+            pass
+    return model.digest()
+
+
+def writes_to_a_state(rank: int, world: int) -> str:
+    """What follows if the tensors of a state are written to, and nobody loads it."""
+    model = Model("row_wise")
+    with pipeline(model, batches(model)) as run:
+        next(run)
+        for name, tensor in model.bags.state_dict().items():
+            if name.endswith("weight"):
+                tensor.mul_(0.5)
+        try:
+            next(run)
+        except ArgumentError as error:
+            return str(error)
+    return "no error"
 
 
 def delayed(seed: int) -> Callable[[Task], None]:
@@ -272,6 +348,25 @@ def test_two_lookups_are_one_step_however_they_overlap(kept_world: WorldFactory,
     ]
     assert all(one == found[0] for one in found)
     assert found[0][1] == [STEPS, STEPS]
+
+
+def test_rows_that_a_program_writes_are_in_the_next_step(kept_world: WorldFactory, tmp_path: Path) -> None:
+    serial = kept_world(1).run(written_between, depth=None, folder=str(tmp_path / "serial"))[0]
+    assert len(set(serial.values())) == 3  # Both loads give the same rows.
+    for world, depth in ((1, 1), (2, 1), (2, 3)):
+        folder = str(tmp_path / f"{world} {depth}")
+        for found in kept_world(world).run(written_between, depth=depth, folder=folder):
+            assert found == serial
+
+
+def test_rows_that_a_model_updates_itself_are_in_its_lookup(kept_world: WorldFactory) -> None:
+    serial = kept_world(1).run(steps_inside, depth=0)
+    assert kept_world(2).run(steps_inside, depth=1) == serial * 2
+
+
+def test_rows_written_through_a_state_are_refused_where_they_would_be_missed(kept_world: WorldFactory) -> None:
+    for found in kept_world(2).run(writes_to_a_state):
+        assert found.startswith("rows were written through the tensors of a state, after the next batch was looked up")
 
 
 def test_records_say_when_and_where_tasks_ran(kept_world: WorldFactory) -> None:

@@ -746,10 +746,15 @@ def refused_lookups(rank: int, world: int) -> None:
     mine = own(module, ids_of(0))
     weights = torch.ones(mine.numel(), requires_grad=True)
     lengths = torch.full((1, len(mine)), EACH)
-    found = looked_up(module, Features(lengths=lengths, values=mine.flatten(), weights=weights))
-    module["user"].set_rows(torch.arange(1), torch.ones(1, DIM))
-    with pytest.raises(ArgumentError, match="no step and no `set_rows` between a lookup and its backward pass"):
-        found.sum().backward()
+    for write in (
+        lambda: module["user"].set_rows(torch.arange(1), torch.ones(1, DIM)),
+        lambda: module.load_state_dict(module.state_dict()),
+        lambda: [one.add_(1) for name, one in module.state_dict().items() if name.endswith("weight")],
+    ):
+        found = looked_up(module, Features(lengths=lengths, values=mine.flatten(), weights=weights))
+        write()
+        with pytest.raises(ArgumentError, match="no step, load or `set_rows` between a lookup and its backward pass"):
+            found.sum().backward()
 
 
 def test_lookups_that_ranks_cross_and_stale_rows_are_refused(kept_world: WorldFactory) -> None:
