@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from sennit.runtime.sharded.growing import GrowingShards
 from sennit.runtime.sharded.initial import fill, fill_train
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.row_numbers import rows_for_ids, spare_rows
-from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, tensors_of
+from sennit.runtime.sharded.shards import Expected, Held, Shards, expected, parts_of, tensors_of
 from sennit.runtime.sharded.slices import Slices
 from sennit.runtime.sharded.stored import StoredShards
 from sennit.runtime.sharded.tables import Home, Homes, Shard, Table, shard_spec
@@ -181,10 +181,32 @@ class Engines:
         specs = [spec for shards in self._all for spec in shards.specs]
         return {key: wanted for spec in specs for key, wanted in expected(spec, optimizer).items()}
 
+    def lacking(self, given: Collection[str]) -> tuple[set[str], set[str]]:
+        """What a load of tensors of these names leaves as it is, and what it lets begin anew, with 0. By name.
+
+        A shard whose rows are not all given stays, and so does one of a dynamic table if anything is not given: its ids
+        have a clock. If a state of the optimizer is not given, those of the shard begin anew.
+        """
+        optimizer = self.settings.tables[self._first].optimizer
+        stay, begin = set[str](), set[str]()
+        for spec in (spec for shards in self._all for spec in shards.specs):
+            keys = expected(spec, optimizer).keys()
+            states = {f"{part.name}.{name}" for part in parts_of(spec) for name in optimizer.states}
+            missing = {key for key in keys if key not in given}
+            if missing and (spec.directories or missing - states):
+                stay |= keys
+            elif missing:
+                begin |= states
+        return stay, begin
+
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over all tensors of `expected`."""
+        """Takes over the tensors of `expected`, and what `lacking` says where there are not all."""
+        stay, begin = self.lacking(state)
+        own = {key: tensor for held in self.held() for key, tensor in tensors_of(held).items()} if stay else {}
+        begun = {key: torch.zeros(wanted.shape) for key, wanted in self.expected().items() if key in begin}
+        whole = {**state, **{key: own[key] for key in stay}, **begun}
         for shards in self._all:
-            shards.load(state)
+            shards.load(whole)
 
     def counters(self) -> dict[str, int]:
         """Counters of the caches before files, by name."""

@@ -154,51 +154,60 @@ class HeldTables(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes over the shards that this rank holds. The state may have shards of other ranks, too.
+        """Takes over what the state has of the shards that this rank holds (`Engines.lacking`). Collective.
 
-        A group of tables is taken over whole, or left alone if any of its tensors is missing.
+        All ranks name all that is missing. The state may have shards of other ranks, too.
         """
-        # Calls hooks, and loads what a program has registered here. To it, shards are unexpected.
+        # Calls hooks, and loads what a program has registered here. To it, shards are unexpected. torch raises
+        # afterwards if a key is missing: `strict` is always True here.
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, [], error_msgs)
         self.finish()
         self._steps.writes += 1
         for changes in self._changes:
             changes.mark_all()
+        found: list[dict[str, Tensor]] = []
+        left_out = set[str]()
         for engines in self._steps.engines:
-            found = {}
+            own: dict[str, Tensor] = {}
             for key, wanted in engines.expected().items():
                 given = state_dict.get(prefix + key)
-                if given is None:
-                    missing_keys.append(prefix + key)
-                elif (given.shape, given.dtype) != wanted:
+                if given is not None and (given.shape, given.dtype) == wanted:
+                    own[key] = given
+                elif given is not None:
                     error_msgs.append(
                         f"{prefix}{key} is {given.dtype} of {tuple(given.shape)}; the model has {wanted.dtype} of "
                         f"{wanted.shape}: were its tables cut into other shards?"
                     )
-                else:
-                    found[key] = given
-            if len(found) == len(engines.expected()):
-                engines.load(found)
-        known = {
-            prefix + key
+            found.append(own)
+            left_out = left_out.union(*engines.lacking(own))
+        steps = state_dict.get(f"{prefix}steps")
+        if steps is None or len(steps) != len(self.tables):
+            left_out.add("steps")
+        if (world_size := dist.get_world_size(self._group)) > 1:
+            every: list[Any] = [None] * world_size
+            dist.all_gather_object(every, left_out, group=self._group)
+            left_out.update(*every)
+        for engines, own in zip(self._steps.engines, found, strict=True):
+            engines.load(own)
+        table_of = {
+            key: shard.table
             for shard in shards_of(self.tables)
             for key in expected(shard_spec(self.tables, shard), self.tables[shard.table].optimizer)
-        } | {f"{prefix}steps"}
-        known |= {
+        }
+        missing_keys += [prefix + key for key in (*table_of, "steps") if key in left_out]
+        known = {prefix + key for key in (*table_of, "steps")} | {
             prefix + name for name, _ in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
         }
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
-        steps = state_dict.get(f"{prefix}steps")
-        if steps is None:
-            missing_keys.append(f"{prefix}steps")
+        if "steps" in left_out:
             return
-        if len(steps) != len(self.tables):
-            error_msgs.append(f"{prefix}steps has {len(steps)} numbers; the model has {len(self.tables)} tables")
-            return
+        assert steps is not None
+        whole = set(range(len(self.tables))) - {table_of[key] for key in left_out}
         groups = groups_of(self.tables)
         for engines in self._steps.engines:
             # Tables whose optimizers were not equal before go on as the one that has taken the most.
-            engines.step = max(int(steps[number]) for number in groups[engines.group])
+            taken = [int(steps[number]) for number in groups[engines.group] if number in whole]
+            engines.step = max(taken, default=engines.step)
 
 
 class _OfPart(Tensor):

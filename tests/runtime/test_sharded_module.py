@@ -217,11 +217,71 @@ def state_hooks(rank: int, world: int, kind: str) -> None:
     fresh = made(kind, seed=1)
     found = fresh.load_state_dict({"user/0.0.weight": torch.zeros(5, 4)}, strict=False)
     assert "steps" in found.missing_keys
+    assert "user/0.0.weight" not in found.missing_keys
+    rows = [one["user"].get_rows(torch.arange(10)) for one in (fresh, made(kind, seed=1))]
+    assert rows[0].equal(torch.cat([torch.zeros(5, 4), rows[1][5:]]))
+    before = fresh.digest()
     with pytest.raises(RuntimeError, match="Missing key"):
         fresh.load_state_dict({})
-    assert fresh.digest() == made(kind, seed=1).digest()
+    assert fresh.digest() == before
     assert fresh.load_state_dict(copy.deepcopy(dict(fresh.state_dict())), assign=True).missing_keys == []
     assert all(module.state_dict(keep_vars=True)[name] is not None for name in state if name == "steps")
+
+
+def lenient_loads(rank: int, world: int) -> list[Any]:
+    """States of other models: missing keys, updates of each table, rows, and states of optimizers."""
+
+    def made(*tables: Table, steps: int = 0, lr: float = 0.5) -> ShardedEmbeddingBags:
+        module = ShardedEmbeddingBags(tables, lr=lr)
+        for _ in range(steps):
+            torch.stack([one.sum() for one in module({"user": ids, "item": ids}).values()]).sum().backward()
+        return module
+
+    def whole(module: ShardedEmbeddingBags) -> dict[str, Any]:
+        every: list[Any] = [None] * world
+        own = {key: torch.clone(one) for key, one in module.state_dict().items()}
+        torch.distributed.all_gather_object(every, own)
+        return {key: one for of_rank in every for key, one in of_rank.items()}
+
+    def outcome(module: ShardedEmbeddingBags, state: dict[str, Any]) -> list[Any]:
+        keys = module.load_state_dict(state, strict=False)
+        rows = {name: module[name].get_rows(torch.arange(10)) for name in module}
+        here = {key: bool(one.any()) for key, one in module.state_dict().items() if key.endswith("moment1")}
+        every: list[Any] = [None] * world
+        torch.distributed.all_gather_object(every, (keys.missing_keys, here))
+        assert all(missing == keys.missing_keys for missing, _ in every)
+        has_moved = {key: moved for _, of_rank in every for key, moved in of_rank.items()}
+        as_saved = {name: torch.equal(one, saved[name]) for name, one in rows.items() if name in saved}
+        return [keys.missing_keys, keys.unexpected_keys, module.steps.tolist(), as_saved, sorted(has_moved.items())]
+
+    def table(name: str, optimizer: str = "adam", **options: Any) -> Table:
+        return Table(name=name, rows=10, dim=4, row_shards=2, optimizer=optimizer, **options)
+
+    ids = torch.arange(1, 9).chunk(world)[rank]
+    adam, sgd = made(table("user"), steps=3), made(table("user", "sgd"), steps=2)
+    found = []
+    for before, after in (
+        (sgd, made(table("user"))),  # Rows without states.
+        (sgd, made(table("user"), steps=1)),  # States are of other rows.
+        (adam, made(table("item"), table("user"))),  # A new table, and `steps` without it.
+        (adam, made(table("item", "sgd"), table("user", "sgd"))),
+    ):
+        saved = {"user": before["user"].get_rows(torch.arange(10))}
+        found.append(outcome(after, whole(before)))
+    saved = {"user": adam["user"].get_rows(torch.arange(10))}
+    two = whole(adam) | {"steps": torch.tensor([7, 3])}
+    found.append(outcome(made(table("item"), table("user")), two))
+    found.append(outcome(made(table("item", "sgd"), table("user")), two))
+    # A directory without states of the optimizer is of no use.
+    dynamic = made(table("user", "sgd", ids="dynamic"), steps=2)
+    saved = {}
+    other = made(table("user", ids="dynamic"), steps=1)
+    digest = other.digest()
+    found.append(outcome(other, whole(dynamic)))
+    assert other.digest() == digest
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "item/0.0.weight", .*"steps"'):
+        made(table("user"), table("item")).load_state_dict(whole(adam))
+    return found
 
 
 class Model(nn.Module):
@@ -287,6 +347,21 @@ def test_what_torchs_tests_of_modules_ask(kept_world: WorldFactory, check: Calla
 
 def test_backward_hooks_take_one_tensor(kept_world: WorldFactory) -> None:
     kept_world(2).run(backward_hooks)
+
+
+def test_a_lenient_load_takes_what_is_there_and_names_the_rest_in_every_world(kept_world: WorldFactory) -> None:
+    alone = kept_world(1).run(lenient_loads)[0]
+    assert kept_world(2).run(lenient_loads) == [alone] * 2
+    moments = [f"user/{row}.0.{state}" for row in range(2) for state in ("moment1", "moment2")]
+    item = [f"item/{row}.0.{state}" for row in range(2) for state in ("weight", "moment1", "moment2")]
+    fresh, moved = ([(f"user/{row}.0.moment1", has_moved) for row in range(2)] for has_moved in (False, True))
+    of_item = [(f"item/{row}.0.moment1", False) for row in range(2)]
+    assert alone[0] == [moments, [], [0], {"user": True}, fresh]
+    assert alone[1] == [moments, [], [1], {"user": True}, fresh]
+    assert alone[2] == [[*item, "steps"], [], [0, 0], {"user": True}, of_item + moved]
+    assert alone[3][:4] == [["item/0.0.weight", "item/1.0.weight", "steps"], moments, [0, 0], {"user": True}]
+    assert alone[4] == [item, [], [3, 3], {"user": True}, of_item + moved]
+    assert alone[5][:3] == [["item/0.0.weight", "item/1.0.weight"], [], [0, 3]]
 
 
 @pytest.mark.parametrize("with_ddp", [False, True])
