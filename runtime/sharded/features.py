@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,9 +14,12 @@ from torch import Tensor
 from sennit.runtime.kernels.checks import GradientError as GradientError
 from sennit.runtime.kernels.checks import IdError as IdError
 from sennit.runtime.kernels.spec import Bounds
-from sennit.runtime.sharded.forms import INTEGERS, bags_of, lengths_of
+from sennit.runtime.sharded.forms import INTEGERS, bags_of, kind_of, lengths_of
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ArgumentError
+
+PADDING: Final = -1
+"""The id that stands for none, where a table's bounds are `IGNORE`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +119,11 @@ def ids_of(given: Any, tables: Sequence[Table], *, include_last_offset: bool = F
         ids = _of_mapping(given, features, include_last_offset)
     elif has_keys:
         ids = _of_keyed(given, features)
-    elif not all(isinstance(getattr(given, part, None), Tensor) for part in ("lengths", "values")):
-        raise ArgumentError(f"ids are a {type(given).__name__}; allowed: a mapping, Features, a KeyedJaggedTensor")
+    elif wrong := [part for part in ("lengths", "values") if not isinstance(getattr(given, part, None), Tensor)]:
+        what = f"ids are a {type(given).__name__}"
+        if isinstance(given, Features):
+            what += f" whose {wrong[0]} are a {type(getattr(given, wrong[0])).__name__}, and no tensor"
+        raise ArgumentError(f"{what}; allowed: a mapping, Features, a KeyedJaggedTensor")
     else:
         names = getattr(given, "names", None)
         ids = _in_order(given.lengths, given.values, getattr(given, "weights", None), names, features)
@@ -242,9 +248,7 @@ def _in_order(
             f"lengths are {lengths.dtype} of shape {tuple(lengths.shape)}; allowed: int32 or int64 of ({rows}, samples)"
         )
     if values.ndim != 1 or values.dtype not in INTEGERS:
-        raise ArgumentError(
-            f"ids are {values.dtype} of shape {tuple(values.shape)}; allowed: int32 or int64, one dimension"
-        )
+        raise ArgumentError(f"ids are {kind_of(values)}; allowed: int32 or int64, one dimension")
     lengths, values = lengths.cpu(), values.cpu()
     _check_lengths(lengths, len(values))
     counts: list[int] = lengths.sum(1, dtype=torch.int64).tolist()
@@ -271,6 +275,19 @@ def _in_order(
     )
 
 
+def _outside(ids: Tensor, table: Table) -> Tensor | None:
+    """Which ids have no row, bool [n]; None if all have one. In a dynamic table that ignores padding, it has none."""
+    if table.ids is not None:
+        found = ids == PADDING if table.bounds is Bounds.IGNORE else None
+        return found if found is not None and found.any() else None
+    if not len(ids):
+        return None
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low >= 0 and high < table.rows:
+        return None
+    return (ids < 0) | (ids.to(torch.int64) >= table.rows)
+
+
 def _within_bounds(ids: Outgoing, tables: Sequence[Table], features: Sequence[tuple[str, int]]) -> Outgoing:
     """Applies the tables' bounds. Ignored ids are left out; `given_lengths` and `kept` still know them."""
     lengths, values, weights = ids.lengths, list(torch.split(ids.values, ids.counts)), None
@@ -280,14 +297,11 @@ def _within_bounds(ids: Outgoing, tables: Sequence[Table], features: Sequence[tu
         weights = list(torch.split(ids.weights, ids.counts))
     for place, (name, number) in enumerate(features):
         table, own = tables[number], values[place]
-        if not len(own) or table.ids is not None:
-            continue
-        low, high = (int(bound) for bound in own.aminmax())
-        if low >= 0 and high < table.rows:
+        if (is_outside := _outside(own, table)) is None:
             continue
         own = own.to(torch.int64)  # The number of rows may not fit int32.
         if table.bounds is Bounds.ERROR:
-            position = int(((own < 0) | (own >= table.rows)).nonzero()[0])
+            position = int(is_outside.nonzero()[0])
             raise IdError(
                 f"feature {name}: id {int(own[position])} at position {position}; table {table.name} has rows 0 to "
                 f"{table.rows - 1}"
@@ -295,7 +309,7 @@ def _within_bounds(ids: Outgoing, tables: Sequence[Table], features: Sequence[tu
         if table.bounds is Bounds.WRAP:
             values[place] = torch.remainder(own, table.rows)
         else:
-            kept = (own >= 0) & (own < table.rows)
+            kept = ~is_outside
             bags = torch.repeat_interleave(torch.arange(ids.sample_count), lengths[place].to(torch.int64))
             if not all_kept:
                 lengths = lengths.clone()

@@ -57,13 +57,13 @@ def bags_of(name: str, given: Any, *, include_last_offset: bool = False) -> Bags
         lengths, values = _of_ids(name, given)
     for what, one in (("lengths", lengths), ("ids", values)):
         if not isinstance(one, Tensor) or one.dim() != 1 or one.dtype not in INTEGERS:
-            raise ArgumentError(f"feature {name}: {what} are {_kind(one)}; allowed: {_ALLOWED}")
+            raise ArgumentError(f"feature {name}: {what} are {kind_of(one)}; allowed: {_ALLOWED}")
     if (total := int(lengths.sum(dtype=torch.int64))) != len(values):
         raise ArgumentError(f"feature {name}: lengths of {total} ids in all, but {len(values)} ids")
     if weights is not None:
         is_float = isinstance(weights, Tensor) and weights.dtype is torch.float32
         if not is_float or weights.numel() != len(values):
-            raise ArgumentError(f"feature {name}: weights are {_kind(weights)}; allowed: float32 of ({len(values)},)")
+            raise ArgumentError(f"feature {name}: weights are {kind_of(weights)}; allowed: float32 of ({len(values)},)")
     return Bags(lengths.cpu(), values.cpu(), None if weights is None else weights.reshape(-1))
 
 
@@ -74,7 +74,7 @@ def lengths_of(offsets: Tensor, count: int, *, include_last: bool = False) -> Te
     Raises `ArgumentError` unless they begin with 0, never fall, and end at `count` or before.
     """
     if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
-        raise ArgumentError(f"offsets are {_kind(offsets)}; allowed: int32 or int64, one dimension")
+        raise ArgumentError(f"offsets are {kind_of(offsets)}; allowed: int32 or int64, one dimension")
     offsets = offsets.to("cpu", torch.int64)
     if include_last:
         if not len(offsets) or int(offsets[-1]) != count:
@@ -99,7 +99,7 @@ def _of_arguments(name: str, given: tuple[Any, ...], include_last: bool) -> tupl
     if not 2 <= len(given) <= 3:
         raise ArgumentError(f"feature {name} is a tuple of {len(given)} parts; allowed: {_ALLOWED}")
     if not (given[1] is None or isinstance(_array(given[1]), Tensor)):
-        raise ArgumentError(f"feature {name}: offsets are {_kind(given[1])}; allowed: a tensor or an array, or None")
+        raise ArgumentError(f"feature {name}: offsets are {kind_of(given[1])}; allowed: a tensor or an array, or None")
     lengths, values = _of_ids(name, given[0])
     if given[1] is not None:
         if len(values) != len(lengths):
@@ -121,7 +121,7 @@ def _of_ids(name: str, given: Any) -> tuple[Tensor, Tensor]:
         each = 1 if ids.dim() == 1 else ids.shape[1]
         return torch.full((len(ids),), each, dtype=torch.int32), ids.reshape(-1)
     if isinstance(ids, (str, bytes, Tensor)) or not isinstance(ids, Sequence):
-        raise ArgumentError(f"feature {name} is {_kind(ids)}; allowed: {_ALLOWED}")
+        raise ArgumentError(f"feature {name} is {kind_of(ids)}; allowed: {_ALLOWED}")
     if _may_be_offsets(given):
         what = f"feature {name} is a list of two tensors: ids with offsets, or the ids of two samples"
         raise ArgumentError(f"{what}; allowed: the tuple (ids, offsets), or a list of lists")
@@ -161,7 +161,10 @@ def _called(part: Any) -> Any:
     return part() if callable(part) else part
 
 
-def _kind(given: Any) -> str:
+def kind_of(given: Any) -> str:
+    """What ids are, for errors."""
+    if isinstance(given, Tensor) and given.dtype is torch.uint64:
+        return f"{given.dtype} of shape {tuple(given.shape)}, whose bits a dynamic table takes as .view(torch.int64)"
     if isinstance(given, Tensor):
         return f"{given.dtype} of shape {tuple(given.shape)}"
     return f"a {type(given).__name__}"

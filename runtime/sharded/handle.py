@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.checks import IdError
+from sennit.runtime.kernels.spec import Bounds
+from sennit.runtime.sharded.features import PADDING
+from sennit.runtime.sharded.forms import kind_of
 from sennit.runtime.sharded.optimizer import TableOptimizer
 from sennit.runtime.sharded.row_access import RowAccess
 from sennit.runtime.sharded.tables import Table
@@ -106,10 +109,13 @@ class TableHandle:
         if not isinstance(ids, Tensor):
             return ArgumentError(f"ids are a {type(ids).__name__}; allowed: a tensor of int32 or int64")
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
-            given = f"{ids.dtype} of shape {tuple(ids.shape)}"
-            return ArgumentError(f"ids are {given}; allowed: int32 or int64, one dimension")
+            return ArgumentError(f"ids are {kind_of(ids)}; allowed: int32 or int64, one dimension")
+        if self._table.ids is not None:
+            if self._table.bounds is Bounds.IGNORE and (ids == PADDING).any():
+                return IdError(f"id {PADDING}, which table {self.name} ignores; allowed: all others")
+            return None
         outside = ids[(ids < 0) | (ids >= self.rows)]
-        if len(outside) and self._table.ids is None:
+        if len(outside):
             return IdError(f"id {int(outside[0])}; table {self.name} has rows 0 to {self.rows - 1}")
         return None
 

@@ -192,7 +192,7 @@ class Table:
     """How updated weights are stored in fp16 and bf16."""
 
     bounds: Bounds = Bounds.ERROR
-    """What is done with ids outside [0, rows)."""
+    """What is done with ids outside [0, rows). A dynamic table takes all ids; with `IGNORE` all but -1, the padding."""
 
     ids: DynamicIds | None = None
     """Ids are not row numbers, but any 64-bit integers, which get rows as they come: `ids="dynamic"`, or
@@ -305,6 +305,8 @@ class Table:
         if self.ids is not None:
             if self.train_rank is not None:
                 raise ConfigError(f"table {self.name}: dynamic ids with a train_rank; allowed: one of them")
+            if self.bounds is Bounds.WRAP:
+                raise ConfigError(f"table {self.name}: bounds wrap with dynamic ids; allowed: error, ignore")
             if self.ids.unadmitted == "shared" and self.pooling is Pooling.NONE:
                 # Owners get the sum of an id's gradients in several slices. A row of several ids has another order.
                 raise ConfigError(f"table {self.name}: unadmitted shared with pooling none; allowed: own")

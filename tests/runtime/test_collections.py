@@ -202,6 +202,12 @@ def wrong_input(rank: int, world: int, placement: str) -> None:
         (None, ArgumentError, "ids are a NoneType; allowed: a mapping"),
         (ids, ArgumentError, "ids are a Tensor; allowed: a mapping"),
         ({"f1": "ids"}, ArgumentError, "feature f1 is a str; allowed: int32 or int64"),
+        (
+            {"f1": ids.view(torch.uint64)},
+            ArgumentError,
+            r"torch.uint64 .* takes as \.view\(torch\.int64\); allo",
+        ),
+        (Features(lengths=lengths, values=[ids]), ArgumentError, "a Features whose values are a list, and no tensor"),
         (Failing(good.bags), RuntimeError, "the loader failed"),
         (Features(lengths=lengths, values=ids, weights=weights), ArgumentError, "weights are torch.float64"),
     ]

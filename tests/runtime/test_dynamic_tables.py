@@ -16,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sennit.runtime.kernels.id_directory import shards_of_ids
-from sennit.runtime.sharded import DynamicIds, Evicted, Home, ShardedEmbeddingBags, ShardedEmbeddings, Table
+from sennit.runtime.sharded import (
+    DynamicIds,
+    Evicted,
+    Home,
+    IdError,
+    PeerInputError,
+    ShardedEmbeddingBags,
+    ShardedEmbeddings,
+    Table,
+)
 from sennit.runtime.sharded.tables import Homes
 from sennit.transport.errors import ArgumentError, ConfigError, SennitError
 from tests import extent
@@ -497,11 +506,40 @@ def test_rows_are_set_and_got_by_id(kept_world: WorldFactory, admit_after: int) 
     kept_world(2).run(set_and_got, admit_after)
 
 
+def padded(rank: int, world: int) -> None:
+    """The padding has no row, and no gradient reaches one. Other negative ids are ids."""
+    ids = torch.tensor([[7, -1, -2], [-1, -1, -1]]).repeat(4 // world, 1)
+    for kind, pooling in ((ShardedEmbeddingBags, "mean"), (ShardedEmbeddings, "none")):
+        table = Table(
+            name="user", rows=20, dim=4, row_shards=2, pooling=pooling, ids="dynamic", bounds="ignore", optimizer="sgd"
+        )
+        module = kind([table], lr=1.0, gradients="sum")
+        handle, own = module["user"], torch.tensor([7, -2])
+        with pytest.raises(IdError if rank == 0 else PeerInputError, match=r"rank 0|id -1, which table user ignores"):
+            handle.get_rows(torch.tensor([7, -1] if rank == 0 else [7]))
+        before = handle.get_rows(own)
+        found = module({"user": ids})["user"]
+        if pooling == "mean":
+            assert found[:2].equal(torch.stack([before.sum(0) / 3, torch.zeros(4)]))
+        else:
+            assert found[:6].equal(torch.stack([before[0], torch.zeros(4), before[1], *torch.zeros(3, 4)]))
+        found.sum().backward()
+        torch.testing.assert_close(
+            before - handle.get_rows(own), torch.full((2, 4), 4 / (3 if pooling == "mean" else 1))
+        )
+        assert counters_of(module)["used"] == 2
+
+
+def test_a_dynamic_table_may_ignore_padding(kept_world: WorldFactory) -> None:
+    kept_world(2).run(padded)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"ids": "static"}, 'ids static; allowed: "dynamic", DynamicIds'),
         ({"ids": "dynamic", "train_rank": 4}, "dynamic ids with a train_rank"),
+        ({"ids": "dynamic", "bounds": "wrap"}, "bounds wrap with dynamic ids; allowed: error, ignore"),
         ({"ids": DynamicIds(unadmitted="shared"), "pooling": "none"}, "unadmitted shared with pooling none; allowed"),
         ({"ids": DynamicIds(admit_after=2, admit_count="sketch"), "row_shards": 16}, "rows 20; allowed: 32 or more"),
         ({"ids": DynamicIds(unadmitted="shared"), "row_shards": 16}, "rows 20; allowed: 32 or more: each row shard"),
