@@ -30,6 +30,7 @@ from sennit.runtime.sharded.engines import Settings, engines_of, with_files
 from sennit.runtime.sharded.exchange import Exchange
 from sennit.runtime.sharded.files import TableStore
 from sennit.runtime.sharded.handle import TableHandle
+from sennit.runtime.sharded.initial import check_initial
 from sennit.runtime.sharded.memory_limits import limits_by_home
 from sennit.runtime.sharded.moving import moved
 from sennit.runtime.sharded.optimizer import TableOptimizer
@@ -165,13 +166,16 @@ class ShardedTables(HeldTables):
         if isinstance(placement, Placement):
             check_placement(tables, placement, world_size)
         device = torch.device(device)
+        model = described(tables, lr=lr, slices=slices, gradients=str(gradients), seed=seed)
         check_agreement(
-            described(tables, lr=lr, slices=slices, gradients=str(gradients), seed=seed)
+            model
             | described_placement(tables, placement)
             | described_homes(tables)
             | {"codec": str(codec), "table store": str(store is not None), "device": device.type},
             group,
         )
+        for table in tables:
+            check_initial(table, model[f"table {table.name}: initial"])
         homes = Homes(device_type=device.type, has_store=store is not None)
         limits = limits_by_home(tables, homes, rank_memory_bytes, group, device=device, store=store)
         if isinstance(placement, Placement):

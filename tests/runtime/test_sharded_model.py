@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -304,6 +305,31 @@ def names_tables(rank: int, world: int, how: str) -> None:
 def whole(tensor: Any) -> Tensor:
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach()
+
+
+def refuses_initial(rank: int, world: int) -> None:
+    """Functions whose rows would depend on the placement, or on what was in memory before."""
+    drawn = torch.randn(10, 4)
+
+    def made(initial: Any) -> ShardedEmbeddingBags:
+        return ShardedEmbeddingBags([Table(name="user", rows=10, dim=4, initial=initial)], lr=0.1)
+
+    for initial, words in (
+        (lambda rows, _: nn.init.normal_(rows), "initial draws from another generator than the one it is given"),
+        (lambda rows, _: rows.copy_(torch.tensor(np.random.rand(*rows.shape))), "initial draws from another"),
+        (lambda rows, generator: torch.randn(rows.shape, generator=generator), "initial left rows unfilled"),
+        (lambda rows, _: rows[1:].zero_(), "initial left rows unfilled"),
+    ):
+        with pytest.raises(ConfigError, match=f"table user: {words}"):
+            made(initial)
+    state = torch.get_rng_state()
+    for initial in (lambda rows, _: rows.copy_(drawn), lambda rows, generator: rows.normal_(generator=generator)):
+        assert made(initial).digest()
+    assert state.equal(torch.get_rng_state())
+
+
+def test_initial_rows_are_filled_in_place_by_their_generator(kept_world: WorldFactory) -> None:
+    kept_world(1).run(refuses_initial)
 
 
 def disagrees(rank: int, world: int) -> None:
