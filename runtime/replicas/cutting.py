@@ -60,7 +60,8 @@ class CutArguments:
         if torch.is_grad_enabled() and (empty := _empty_rank(local_batch, slices, global_batch)) is not None:
             raise ArgumentError(
                 f"a global batch of {global_batch or 0} samples for {slices.count} slices leaves rank {empty} without "
-                "a sample, but each rank needs one for a gradient. Leave such a last batch out"
+                "a sample, but each rank needs one for a gradient. Leave such a last batch out; or deal samples "
+                "equally, and give no global_batch"
             )
         self.is_empty = not local_batch
         """This rank has no samples. Then its first slice stands for all, so that results have their shapes."""
@@ -168,7 +169,8 @@ def _empty_rank(local_batch: int, slices: Slices, global_batch: int | None) -> i
     """A rank without samples, if there is one. All ranks find the same, but for those that gave none by themselves."""
     if not local_batch:
         return slices.rank
-    if global_batch is None or global_batch >= slices.count or global_batch == local_batch * slices.world_size:
+    # Below one sample a slice, a rank may have as many samples by its slices as equally dealt, and cannot tell which.
+    if global_batch is None or global_batch >= slices.count:
         return None
     spans = [slices.samples(rank, global_batch) for rank in range(slices.world_size)]
     return next((rank for rank, span in enumerate(spans) if span.low == span.high), None)

@@ -4,7 +4,9 @@
 import itertools
 
 import pytest
+import torch
 
+from sennit.runtime.replicas.cutting import CutArguments
 from sennit.runtime.sharded import Slices
 from sennit.transport.errors import ArgumentError, ConfigError
 from sennit.transport.plans.tree import Span
@@ -55,6 +57,35 @@ def test_ranks_have_the_samples_of_their_slices_or_equally_many() -> None:
         three.batch_of([16, 24, 23])
     with pytest.raises(ArgumentError, match="a global batch of 90 samples, but all ranks together give 96"):
         three.batch_of([32, 32, 32], 90)
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 7, 8])
+@pytest.mark.parametrize("global_batch", range(1, 8))
+@pytest.mark.parametrize("is_by_slice", [True, False])
+def test_all_ranks_refuse_a_batch_that_leaves_one_without_samples(
+    world_size: int, global_batch: int, is_by_slice: bool
+) -> None:
+    ranks = [Slices(count=8, rank=rank, world_size=world_size) for rank in range(world_size)]
+    samples = [one.own_samples(global_batch) for one in ranks]
+    counts = [one.stop - one.start for one in samples]
+    if not is_by_slice:
+        counts = [global_batch // world_size] * world_size
+        if global_batch % world_size:
+            return
+
+    def outcome(own: Slices, count: int) -> str:
+        try:
+            CutArguments((torch.ones(count, 1),), own, global_batch)
+        except ArgumentError as error:
+            return str(error)
+        return "taken"
+
+    outcomes = [outcome(own, count) for own, count in zip(ranks, counts, strict=True)]
+    is_good = all(one.stop > one.start for one in samples)
+    assert all(("without a sample, but each rank needs one" in one) != is_good for one in outcomes)
+    assert all((one == "taken") == is_good for one in outcomes)
+    if not is_by_slice:
+        assert all(CutArguments((torch.ones(count, 1),), own, None) for own, count in zip(ranks, counts, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
