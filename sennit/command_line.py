@@ -174,6 +174,20 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """As `busy`, without a thread: for a process whose forks will be ranks."""
+    text = f"loading {what}"
+    shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+    try:
+        if shown is not None:
+            print(text, end="", file=shown, flush=True)
+        yield
+    finally:
+        if shown is not None:
+            print(f"\r{' ' * len(text)}\r", end="", file=shown, flush=True)
+
+
 def fail(reason: object, code: int = 1) -> NoReturn:
     """Ends a command with one line that says why. What `output` says itself it raises again."""
     if isinstance(reason, OutputLost):

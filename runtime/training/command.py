@@ -19,7 +19,6 @@ import typer
 from sennit.command_line import check_writable
 from sennit.options import with_options
 from sennit.runtime.backend.torch_versions import Store
-from sennit.runtime.checkpoint.folder import named
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.source import Source
@@ -30,11 +29,6 @@ from sennit.runtime.model.loss import find_loss
 from sennit.runtime.timeline.left import left_paths, write_left
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import Ranks, join_address, serve_store
-from sennit.runtime.training.resumption import check_unused, what_is_kept
-from sennit.runtime.training.run import Place, join_run, run_rank
-from sennit.runtime.training.streamed import check
-from sennit.runtime.training.stretch import tell_timeline
-from sennit.runtime.training.supply import resumed
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError
 from sennit.transport.meeting.rails import find_rails
@@ -100,6 +94,13 @@ def start(
         raise ConfigError("--use with a placement that is given; allowed: with --sharding auto, the default")
     check_name(config.model)
     check_loss(config.loss)
+    # As late as here, so that --help and a mistyped option need not load them.
+    from sennit.runtime.checkpoint.folder import named
+    from sennit.runtime.training.resumption import check_unused
+    from sennit.runtime.training.run import Place, run_rank
+    from sennit.runtime.training.streamed import check
+    from sennit.runtime.training.supply import resumed
+
     if config.ingest is None:
         check(config)
     for name, folder in (
@@ -161,6 +162,8 @@ def _telling_interrupt(config: TrainingConfig, *, here: bool = True) -> Iterator
         yield
     except KeyboardInterrupt:
         if here:
+            from sennit.runtime.training.resumption import what_is_kept
+
             typer.echo(f"interrupted; {what_is_kept(config)}", err=True)
         raise
 
@@ -204,6 +207,8 @@ def _begin(config: TrainingConfig, world_size: int, here: Ranks, port: int) -> N
 
 def _write_left(timeline: Path) -> None:
     """Writes what the ranks, which have ended, have left of timelines: run.json.gz, run.2.json.gz, …"""
+    from sennit.runtime.training.stretch import tell_timeline
+
     folder, name = timeline.absolute().parent, timeline.name.partition(".")[0]
     for path in sorted(left_paths()):
         if path.parent == folder and path.name.partition(".")[0] == name:
@@ -217,10 +222,14 @@ def _write_left(timeline: Path) -> None:
 
 
 def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:
+    from sennit.runtime.training.run import Place, run_rank
+
     return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
 
 
 def _join_here(config: TrainingConfig, number: int, count: int, store: Store) -> Any:
+    from sennit.runtime.training.run import join_run
+
     return join_run(config, number, store).weights_sha256
 
 

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, json_text, output, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, busy, fail, json_text, loading, output, stdout_console, writable_file
 from sennit.offload.agent.command import agent
 from sennit.offload.opi.command import opi
 from sennit.runtime.aggregate.command import aggregate
@@ -182,7 +182,8 @@ def train(context: typer.Context) -> None:
 )
 def shard(context: typer.Context) -> None:
     # The options are its own and those of `sennit train`.
-    from sennit.runtime.training.shard_command import main
+    with loading("torch"):
+        from sennit.runtime.training.shard_command import main
 
     main(context.args)
 
@@ -194,7 +195,8 @@ def shard(context: typer.Context) -> None:
 )
 def roofline(context: typer.Context) -> None:
     # The options are its own and those of `sennit train`.
-    from sennit.runtime.training.roofline_command import main
+    with loading("torch"):
+        from sennit.runtime.training.roofline_command import main
 
     main(context.args)
 

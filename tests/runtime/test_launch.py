@@ -192,11 +192,12 @@ def test_an_interrupt_of_the_process_that_started_them_is_one_of_the_ranks(how: 
 
 
 def test_a_command_that_starts_ranks_imports_neither_torchs_compiler_nor_what_is_for_xdp() -> None:
-    """The compiler takes a second of processor time, and mistakes are told without it: the first rank imports it.
+    """The compiler takes a second of processor time, and mistakes are told without it: the first rank imports it. So do
+    torch's checkpoints with their sympy, which `--help` and a mistyped option would wait for.
 
     Nor does anything that it imports start a thread, which would send it to a server in place of a fork.
     """
-    names = ("torch._dynamo", "pandas", "elftools", "sennit.ebpf.")
+    names = ("torch._dynamo", "torch.distributed.checkpoint", "sympy", "pandas", "elftools", "sennit.ebpf.")
     program = (
         "import os, sys, sennit.runtime.training.command; "
         f"print([m for m in sys.modules if m.startswith({names})], len(os.listdir('/proc/self/task')))"
