@@ -163,6 +163,11 @@ def default_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
+def default_store() -> Store:
+    """The store of the default process group, whose keys are those of this group alone."""
+    return backend_and_store(default_group())[1]
+
+
 def all_groups() -> list[dist.ProcessGroup]:
     """All process groups that this process is in."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -238,7 +238,8 @@ def _tell_newcomer(number: int, error: str) -> None:
 
 
 def _tell_loss(rank: int, error: str) -> None:
-    typer.echo(f"rank {rank} did not come to the end: {error}", err=True)
+    # Groups that were made since have other numbers.
+    typer.echo(f"the process that began as rank {rank} did not come to the end: {error}", err=True)
 
 
 def _check_ingest(config: TrainingConfig, local_ranks: int) -> None:

@@ -8,6 +8,7 @@ keep their state and hand it over (`handover`). docs/how-to/train.md says what t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend.elastic import reconfigure, waiting_count
-from sennit.runtime.backend.torch_versions import Store
+from sennit.runtime.backend.torch_versions import Store, default_store
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.fed import group_failure
 from sennit.runtime.sharded.tables import shard_name, shards_of
@@ -34,10 +35,11 @@ from sennit.runtime.training.resumption import go_back
 from sennit.runtime.training.stretch import History, begin_run, shown_by, tell, tell_timeline, train
 from sennit.runtime.training.supply import MakeSource, served
 from sennit.runtime.training.trainer import Trainer
-from sennit.transport.errors import ConfigError, PeerError
+from sennit.transport.errors import ConfigError, PeerError, SennitError
 from sennit.transport.meeting.membership import Terms
 
 TERMS_KEY: Final = "sennit/train/terms"
+WORD_LETTERS: Final = 1000
 # Settings that a newcomer may choose. All others decide what is computed, or which calls are collective.
 OWN_CHOICES: Final = ("resume", "elastic", "min_ranks", "rank_memory_bytes", "timeout_s", "tensorboard", "json_path")
 
@@ -89,6 +91,7 @@ class ElasticRun:
                 # Going on does not cure an error of this rank itself.
                 reason = group_failure(error)
                 if not reason:
+                    _leave_word(error)
                     raise
             # The frames of the error or of the stretch kept the trainer, and so the old group, alive.
             gc.collect()
@@ -126,10 +129,12 @@ class ElasticRun:
 
     def _change(self, reason: str) -> None:
         before = dist.get_world_size()
+        store = default_store()
         view = reconfigure(Terms(timeout_s=self._config.timeout_s, min_world=self._config.min_ranks))
         lost = sorted(set(range(before)) - set(view.previous_ranks))
         if reason and not lost:
             raise PeerError(f"all ranks live, so going on would end like this again: {reason}")
+        reason = "; ".join([reason, *_words_of(lost, store)])
         joined = [rank for rank, previous in enumerate(view.previous_ranks) if previous is None]
         self._history.changes.append(Change(lost=lost, joined=joined, world_size=view.world, reason=reason))
         self._begins_alone = False
@@ -195,6 +200,26 @@ class ElasticRun:
         waiting = torch.tensor([waiting_count() if dist.get_rank() == 0 else 0])
         dist.broadcast(waiting, src=0)
         return bool(waiting.item())
+
+
+def _leave_word(error: Exception) -> None:
+    """Says in the group's store why this rank ends. Others see of it only that its process is gone."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    if not isinstance(error, SennitError):
+        text = f"{type(error).__name__}: {text}"
+    # What matters is the error, which is raised again.
+    with contextlib.suppress(RuntimeError):
+        default_store().set(_word_key(dist.get_rank()), text[:WORD_LETTERS])
+
+
+def _words_of(lost: list[int], store: Store) -> list[str]:
+    """What these ranks of an earlier group have left in its store."""
+    keys = {rank: _word_key(rank) for rank in lost}
+    return [f"rank {rank} said: {store.get(key).decode()}" for rank, key in keys.items() if store.check([key])]
+
+
+def _word_key(rank: int) -> str:
+    return f"sennit/train/ended/{rank}"
 
 
 def _terms(config: TrainingConfig) -> dict[str, Any]:

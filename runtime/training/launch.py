@@ -35,6 +35,8 @@ from sennit.transport.meeting.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0
+# The time in which others may fail of the same, before a rank's failure is told while they go on.
+ALONE_S = 1.0
 # Imports take a second or more of processor time. So one process imports, and the ranks are its forks. pyarrow imports
 # pandas, where it is installed, as soon as an array is made or read.
 PRELOAD = ["torch._dynamo", "sennit.runtime.training.run", "pyarrow.compute", "pandas"]
@@ -175,8 +177,9 @@ class Ranks:
         `address`.
 
         Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails,
-        and the call returns the results of the others. It raises only if no rank reaches the end. If a rank cannot
-        write its output, nobody can, and the call raises that rank's error. A KeyboardInterrupt is one of all ranks.
+        as soon as others go on without it, and the call returns the results of the others. It raises only if no rank
+        reaches the end. If a rank cannot write its output, nobody can, and the call raises that rank's error. A
+        KeyboardInterrupt is one of all ranks.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._has_begun = True
@@ -185,7 +188,7 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 end.send(_Job(environment, function, argument, address, store_timeout_s))
         try:
-            outcomes = _collect(self._ends, self._processes, are_independent=on_loss is not None)
+            outcomes = _collect(self._ends, self._processes, on_loss)
         except KeyboardInterrupt:
             # A terminal interrupts them, too, and the first one counts. `kill -INT` does not.
             for process in self._processes:
@@ -198,10 +201,7 @@ class Ranks:
             if item.unwritten is not None:
                 raise item.unwritten
         failed = sorted((item for item in outcomes if item.error is not None), key=lambda item: item.consequence)
-        if on_loss is not None and len(failed) < len(outcomes):
-            for item in failed:
-                on_loss(item.rank, str(item.error))
-        elif failed:
+        if failed and (on_loss is None or len(failed) == len(outcomes)):
             raise RankFailure(f"rank {failed[0].rank}: {failed[0].error}")
         return [item.result for item in sorted(outcomes, key=lambda item: item.rank) if item.error is None]
 
@@ -297,18 +297,25 @@ def _end_with(alive: Connection) -> None:
     os._exit(1)
 
 
-def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_independent: bool) -> list[_Outcome]:
+def _collect(
+    ends: list[Connection], processes: list[BaseProcess], on_loss: Callable[[int, str], None] | None
+) -> list[_Outcome]:
     """Waits for all outcomes.
 
-    After a failure it waits only `GRACE_S` longer, unless the others go on without that rank.
+    After a failure it waits only `GRACE_S` longer, unless the others go on without that rank. Then `on_loss` hears of
+    it, unless all fail at about the same time.
     """
     outcomes: list[_Outcome] = []
     waiting = dict(zip(ends, range(len(ends)), strict=True))
-    deadline: float | None = None
+    untold: list[_Outcome] = []
+    ends_at: float | None = None
+    tells_at = 0.0
     while waiting:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(list(waiting), remaining)
-        if not ready:
+        limit = ends_at if ends_at is not None else tells_at if untold else None
+        ready = multiprocessing.connection.wait(
+            list(waiting), None if limit is None else max(0.0, limit - time.monotonic())
+        )
+        if not ready and ends_at is not None:
             break
         for end in ready:
             assert isinstance(end, Connection)
@@ -319,9 +326,18 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_indepe
                 processes[rank].join(GRACE_S)
                 outcome = _Outcome(rank=rank, error=f"process ended with {_exit_text(processes[rank].exitcode)}")
             outcomes.append(outcome)
-            ends_all = not are_independent or outcome.unwritten is not None
-            if outcome.error is not None and deadline is None and ends_all:
-                deadline = time.monotonic() + GRACE_S
+            if outcome.error is None:
+                continue
+            if on_loss is not None and outcome.unwritten is None:
+                untold.append(outcome)
+                tells_at = time.monotonic() + ALONE_S
+            elif ends_at is None:
+                ends_at = time.monotonic() + GRACE_S
+        others_go_on = any(item.error is None for item in outcomes) or (not ready and bool(waiting))
+        if on_loss is not None and others_go_on:
+            for item in untold:
+                on_loss(item.rank, str(item.error))
+            untold.clear()
     return outcomes
 
 

@@ -13,12 +13,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
 from sennit.command_line import stdout_console
+from sennit.errors import SennitError
 
 
 def surroundings(name: str, rank: int, world_size: int, store: Store) -> tuple[str | None, str | None, int]:
@@ -37,6 +39,18 @@ def end_at_once(how: str, rank: int, world_size: int, store: Store) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(3)
+
+
+def first_waits_for_the_loss_of_others(heard: str, rank: int, world_size: int, store: Store) -> str:
+    """Rank 0 waits for a file, the others fail."""
+    if rank > 0:
+        raise SennitError("no more")
+    deadline_s = time.monotonic() + 20.0
+    while not Path(heard).exists():
+        if time.monotonic() > deadline_s:
+            return "not told"
+        time.sleep(0.02)
+    return "heard"
 
 
 def writes_to(path: str, rank: int, world_size: int, store: Store) -> None:

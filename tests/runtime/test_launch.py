@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from sennit.command_line import OutputLost, ReaderGone
-from sennit.runtime.training.launch import RankFailure, Ranks, run_ranks, serve_store
+from sennit.runtime.training.launch import RankFailure, Ranks, serve_store
 from tests.extent import briefly
 from tests.ranks import start
 
@@ -41,13 +41,15 @@ with Ranks(2, forked=how != "server") as ranks:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[Any]]:
-    """`run(name, argument)`: the results of two ranks that run this function of launch_functions.py."""
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """`run(name, argument, on_loss)`: the results of two ranks that run this function of launch_functions.py."""
     monkeypatch.syspath_prepend(HERE)
 
-    def results(name: str, argument: str) -> list[Any]:
+    def results(name: str, argument: str, on_loss: Callable[[int, str], None] | None = None) -> list[Any]:
         function = getattr(importlib.import_module("launch_functions"), name)
-        return run_ranks(function, argument, 2, timeout_s=TIMEOUT_S)
+        _store, address = serve_store(0, timeout_s=TIMEOUT_S)
+        with Ranks(2) as ranks:
+            return ranks.run(function, argument, address=address, store_timeout_s=TIMEOUT_S, on_loss=on_loss)
 
     return results
 
@@ -68,6 +70,27 @@ def test_a_rank_that_ends_without_a_word_is_told_with_its_signal_or_status(
 ) -> None:
     with pytest.raises(RankFailure, match=rf"^rank [01]: process ended with {told}$"):
         run("end_at_once", how)
+
+
+def test_a_rank_that_ends_is_told_while_the_others_go_on(
+    run: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0 waits until it has been told. If all fail at the same time, the call alone tells it."""
+    monkeypatch.setattr("sennit.runtime.training.launch.ALONE_S", 0.2)
+    told: list[tuple[int, str]] = []
+    heard = tmp_path / "heard"
+
+    def on_loss(rank: int, error: str) -> None:
+        told.append((rank, error))
+        heard.touch()
+
+    assert run("first_waits_for_the_loss_of_others", str(heard), on_loss) == ["heard"]
+    assert told == [(1, "no more")]
+    monkeypatch.setattr("sennit.runtime.training.launch.ALONE_S", 20.0)
+    told.clear()
+    with pytest.raises(RankFailure, match=r"^rank [01]: process ended with status 3$"):
+        run("end_at_once", "leaves", on_loss)
+    assert told == []
 
 
 @pytest.mark.parametrize(("path", "error"), [("pipe", ReaderGone), ("/dev/full", OutputLost)])

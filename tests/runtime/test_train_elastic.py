@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sennit.runtime.ingest.address import Address
 from sennit.runtime.timeline.spans import STEP
@@ -95,7 +99,7 @@ def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest
     assert (change["lost"], change["world_size"], change["step"]) == ([1], 2, 4)
     assert "rank 1" in change["reason"]
     assert "lost rank 1, went on with 2 from step 5" in output
-    assert "rank 1 did not come to the end: process ended with signal 9" in output
+    assert "the process that began as rank 1 did not come to the end: process ended with signal 9" in output
     # After step 5, twice.
     assert report["rebalance"]["looks"] == 2
     expected = undisturbed(tmp_path, "--ranks", "4", "--row-shards", "4")
@@ -117,6 +121,26 @@ def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Pa
     assert not list(tmp_path.glob(".*"))
     expected = undisturbed(tmp_path, "--ranks", "1")
     assert report["weights_sha256"] == expected["weights_sha256"]
+
+
+def nan_on_one_of_three(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss that is not finite on rank 1, in a group of three ranks alone."""
+    losses = binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return losses * torch.nan if (dist.get_rank(), dist.get_world_size()) == (1, 3) and len(labels) > 2 else losses
+
+
+def test_why_a_rank_ended_is_told_while_the_others_go_on(tmp_path: Path) -> None:
+    """At once, and not after the run, and in the report, too."""
+    report = tmp_path / "report.json"
+    loss = f"{__name__}:{nan_on_one_of_three.__name__}"
+    done = forked(PROGRAM, *TINY, "--ranks", "3", "--elastic", "--loss", loss, "--json", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    why = "loss is nan at step 1 on rank 1; try lower learning rates"
+    told = f"the process that began as rank 1 did not come to the end: {why}"
+    assert done.stderr.count(told) == 1
+    (change,) = json.loads(report.read_text())["changes"]
+    assert f"rank 1 said: {why}" in change["reason"]
+    assert why in done.stdout
 
 
 @pytest.mark.long
