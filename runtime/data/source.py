@@ -15,17 +15,17 @@ class Source:
     """A data set. `sennit train` and `sennit feed` have its options; each names the data in its own way."""
 
     data: str = "flights"
-    """One of `sources.NAMES`, or the place of Parquet files: a path, a pattern or a folder, under any protocol of
+    """One of `sources.NAMES`, or the place of files: a path, a pattern or a folder, under any protocol of
     fsspec."""
 
     further: tuple[str, ...] = ()
-    """More places of Parquet files, appended to the first as one data set."""
+    """More places of files, appended to the first as one data set."""
 
     evaluation: tuple[str, ...] = ()
-    """Places of Parquet files whose rows are the evaluation rows, and no others. Empty: a share of the rows."""
+    """Places of files whose rows are the evaluation rows, and no others. Empty: a share of the rows."""
 
     schema: Annotated[Path | None, Option()] = None
-    """Schema of the Parquet files (TOML or JSON). It is described in `data/schema.py`."""
+    """Schema of the files (TOML or JSON). It is described in `data/schema.py`."""
 
     min_frequency: Annotated[int, Option(metavar="N", low=1, high=2**63 - 1)] = 1
     """Values of a dictionary that training rows have less often than N times share row 0, and train it. A schema may

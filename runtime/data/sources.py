@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit import user_code
+from sennit.known_names import hint
 from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile, check_once, find_files
@@ -51,6 +52,10 @@ _registered: dict[str, Load] = {
 NAMES: Final = tuple(_registered)
 """The data sets of sennit."""
 
+MADE: Final = ("synthetic-stream", "synthetic-yambda")
+"""Streams that are made when they are read (`stream/synthetic_data.py`). They are no files, and have no samples to load
+at once."""
+
 
 def register(name: str, load: Load) -> None:
     """Makes the samples that `load(source, seed)` returns the data set `name`, in this process.
@@ -75,11 +80,11 @@ def check(source: Source) -> None:
         _check_frequency(source, [part.encode for part in schema_of(source).sparse])
         return
     if source.further:
-        raise DataError(f"data sets {source.data!r} and {source.further[0]!r}; allowed: one, or several Parquet paths")
+        raise DataError(f"data sets {source.data!r} and {source.further[0]!r}; allowed: one, or several paths")
     if source.evaluation:
-        raise DataError(f"--eval-data belongs to Parquet files, but the data set is {source.data!r}")
+        raise DataError(f"--eval-data belongs to files, but the data set is {source.data!r}")
     if source.schema is not None:
-        raise DataError(f"--schema belongs to Parquet files, but the data set is {source.data!r}")
+        raise DataError(f"--schema belongs to files, but the data set is {source.data!r}")
     purpose = f"the data set {source.data}"
     check_installed("pyarrow", purpose=purpose)
     if source.data in PACKAGED:
@@ -155,13 +160,16 @@ def _load_parquet(source: Source) -> RawSamples:
 
 def _files(source: Source) -> tuple[DataFile, ...]:
     if not _is_path(source.data):
-        allowed = f"{', '.join(_registered)}, package.module:function, or where Parquet files are"
-        raise DataError(f"data set {source.data!r}; allowed: {allowed}")
+        names = (*_registered, *MADE)
+        raise DataError(
+            f"data set {source.data!r}; allowed: {', '.join(names)}, package.module:function, or files, and no file or "
+            f"folder of that name is here{hint(source.data, names)}"
+        )
     return find_files((source.data, *source.further))
 
 
 def schema_of(source: Source) -> Schema:
     """The schema of files. Raises DataError if there is none, or if it cannot be used."""
     if source.schema is None:
-        raise DataError(f"data set {source.data!r}: Parquet files need --schema FILE (docs/reference/data-sets.md)")
+        raise DataError(f"data set {source.data!r}: files need --schema FILE, which names their label and columns")
     return read_schema(source.schema)

@@ -72,6 +72,7 @@ def feed(
         address = Address.parse(to)
         if json_path is not None:
             check_writable(json_path, "--json")
+        _check_fed(first)
         sources.check(source)
         with console.status(Text(f"waiting for a trainer at {address}")):
             asking = feeding.Asking(address, name=name, timeout_s=timeout)
@@ -107,6 +108,18 @@ def feed(
             json_path.write_text(json_text(report.as_json()), encoding="utf-8")
         except OSError as error:
             fail(f"--json {json_path}: {error.strerror}; the run itself was fed to its end")
+
+
+def _check_fed(data: str) -> None:
+    """Raises ConfigError for a stream that is made when it is read: feeders send files, and samples in memory."""
+    from sennit.runtime.data.sources import MADE
+    from sennit.transport.errors import ConfigError
+
+    name = data.partition("?")[0]
+    if name not in MADE:
+        return
+    instead = "`sennit make-stream` writes it as files, with a schema" if name == MADE[0] else "another data set"
+    raise ConfigError(f"--data {data} is made when it is read, and not fed; allowed: {instead}")
 
 
 class _Display:

@@ -41,15 +41,14 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(sources.NAMES)}, synthetic-stream, synthetic-yambda, package.module:function, or "
-            f"Parquet files: path, pattern, folder or URL; may be repeated; default: {Source().data}"
+            help=f"{', '.join((*sources.NAMES, *sources.MADE))}, package.module:function, or "
+            f"files with --schema: path, pattern, folder or URL; may be repeated; default: {Source().data}"
         ),
     ] = None,
     eval_data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Parquet files whose rows are for evaluation alone; may be repeated; default: --eval-fraction of the "
-            "samples"
+            help="files whose rows are for evaluation alone; may be repeated; default: --eval-fraction of the samples"
         ),
     ] = None,
     ranks: Annotated[

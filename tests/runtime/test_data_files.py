@@ -252,7 +252,7 @@ def test_what_is_not_there_is_named(folder: str, schema: Path) -> None:
             sources.check(Source(data=path, schema=schema))
     with pytest.raises(DataError, match=r"data set 'nonsense://x': .*[Pp]rotocol"):
         find_files(["nonsense://x"])
-    with pytest.raises(DataError, match="data sets 'flights' and 'x'; allowed: one, or several Parquet paths"):
+    with pytest.raises(DataError, match="data sets 'flights' and 'x'; allowed: one, or several paths"):
         sources.check(Source(data="flights", further=("x",)))
 
 

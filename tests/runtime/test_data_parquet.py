@@ -526,7 +526,7 @@ def test_parquet_needs_a_schema_and_nothing_else_takes_one(tmp_path: Path) -> No
     origin = source(tmp_path)
     with pytest.raises(DataError, match="need --schema FILE"):
         sources.check(Source(data=origin.data))
-    with pytest.raises(DataError, match="--schema belongs to Parquet files"):
+    with pytest.raises(DataError, match="--schema belongs to files"):
         sources.check(Source(data="synthetic", schema=origin.schema))
     with pytest.raises(DataError, match="no such file"):
         sources.check(Source(data=str(tmp_path / "absent.parquet"), schema=origin.schema))

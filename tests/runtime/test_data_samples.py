@@ -92,7 +92,7 @@ def test_zipf_rows_follow_the_law(exponent: float, seed: int) -> None:
 
 
 def test_unknown_data_set_names_the_known_ones() -> None:
-    with pytest.raises(DataError, match="'criteo'; allowed: flights, movielens, adult, synthetic"):
+    with pytest.raises(DataError, match="'criteo'; allowed: flights, movielens, adult, synthetic, synthetic-stream, "):
         sources.check(Source(data="criteo"))
 
 

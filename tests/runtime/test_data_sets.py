@@ -57,7 +57,7 @@ def test_a_function_is_a_data_set_however_it_is_named(names: None, monkeypatch: 
         DataError, match=r"--min-frequency 2, but no column of packaged has a dictionary; allowed: with"
     ):
         sources.load(Source(data="packaged", min_frequency=2), seed=5)
-    with pytest.raises(DataError, match="--schema belongs to Parquet files, but the data set is 'packaged'"):
+    with pytest.raises(DataError, match="--schema belongs to files, but the data set is 'packaged'"):
         sources.check(Source(data="packaged", schema=Path("x.toml")))
 
 

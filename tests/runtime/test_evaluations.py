@@ -142,7 +142,7 @@ def test_rows_of_other_files_are_for_evaluation_alone(tmp_path: Path, capfd: pyt
     with pytest.raises(AssertionError):
         train(tmp_path / "3.json", *command, "--data", str(training), "--data", str(held_back), *resumed)
     assert "order.eval_rows: 50 in the checkpoint, absent here" in capfd.readouterr().err
-    with pytest.raises(DataError, match="--eval-data belongs to Parquet files, but the data set is 'flights'"):
+    with pytest.raises(DataError, match="--eval-data belongs to files, but the data set is 'flights'"):
         sources.check(Source(data="flights", evaluation=("x.parquet",)))
 
 

@@ -287,6 +287,11 @@ def test_an_interrupt_ends_it_and_its_workers() -> None:
         ([], "error: the data set is missing"),
         (["x.parquet", "--data", "flights"], "error: --data beside paths; allowed: one of the two"),
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
+        (
+            ["--data", "synthetic-stream?days=3"],
+            "error: --data synthetic-stream?days=3 is made when it is read, and not fed; allowed: `sennit make-stream`",
+        ),
+        (["synthetic-yambda"], "error: --data synthetic-yambda is made when it is read, and not fed; allowed: another"),
         (["absent.parquet"], "error: data set 'absent.parquet': no such file"),
         (["--data", "synthetic", "--to", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
         (["--data", "synthetic", "--timeout", "0"], "error: --timeout 0.0 s; allowed: above 0"),

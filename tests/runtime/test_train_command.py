@@ -16,6 +16,10 @@ import pytest
 import typer
 
 from sennit.runtime.checkpoint.manifest import Manifest
+from sennit.runtime.data import sources
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.source import Source
+from sennit.runtime.stream import synthetic_data
 from sennit.runtime.timeline.summary import summarise
 from sennit.runtime.timeline.trace_file import read
 from sennit.runtime.training.command import command, main
@@ -183,6 +187,14 @@ def test_every_option_is_explained_and_stands_once() -> None:
     assert {"--data", "--dim", "--table-memory", "--zipf", "--join"} <= set(names)
     assert len(names) == len(set(names))
     assert [option.name for option in options.params if not option.help] == []
+    # The error of an unknown data set offers what the help does.
+    assert sources.MADE == synthetic_data.NAMES
+    (data,) = [option for option in options.params if option.name == "data"]
+    offered, _, _ = data.help.partition(", or files")
+    assert {*sources.NAMES, *sources.MADE} <= set(offered.split(", "))
+    with pytest.raises(DataError, match="folder of that name is here; did you mean synthetic-stream") as told:
+        sources.check(Source(data="synthetic-streem"))
+    assert {*offered.split(", ")} <= {*re.split(", |; allowed: ", str(told.value))}
 
 
 @pytest.mark.long
