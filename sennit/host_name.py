@@ -29,7 +29,21 @@ def leads_here_only(name: str, resolve: Resolve = resolve) -> str:
     return addresses[0]
 
 
+def means_this_machine(name: str) -> bool:
+    """Whether it is an address of loopback, or localhost (RFC 6761), which no line of /etc/hosts may change."""
+    try:
+        return ipaddress.ip_address(name.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        parts = name.lower().rstrip(".").split(".")
+        return parts[-1] == "localhost" or parts[0] in ("localhost", "localhost4", "localhost6", "ip6-localhost")
+
+
 def what_to_do(name: str, address: str) -> str:
+    if means_this_machine(name):
+        return (
+            "give this machine a name of its own; or give programs an address in place of the name (MASTER_ADDR, "
+            "--rdzv-endpoint)"
+        )
     return (
         f"in /etc/hosts, write the address of a network interface before {name} in place of {address}; or give "
         "programs an address in place of the name (MASTER_ADDR, --rdzv-endpoint)"

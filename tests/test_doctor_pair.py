@@ -49,6 +49,16 @@ def test_a_name_that_leads_to_this_machine_itself_is_refused_with_what_to_do() -
     assert "/etc/hosts" in report.error
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost", "Localhost.", "localhost.localdomain"])
+def test_no_advice_would_give_localhost_another_address(host: str) -> None:
+    """Whoever follows the one for names would break the machine."""
+    assert doctor_pair.visit(host, resolve=lambda _: ["127.0.0.1"]).error == (
+        f"{host} is this machine itself; give an address of the other one (there: `ip -brief address`)"
+    )
+    assert "/etc/hosts" not in host_name.what_to_do(host, "127.0.0.1")
+    assert "/etc/hosts" in host_name.what_to_do("web1.localhost.example", "127.0.0.1")
+
+
 @pytest.mark.parametrize(
     ("addresses", "expected"),
     [
@@ -79,7 +89,7 @@ def test_the_doctor_of_one_machine_names_the_trap(monkeypatch: pytest.MonkeyPatc
 def test_nobody_there_is_an_error_with_what_to_do() -> None:
     result = runner.invoke(app, ["doctor", "--peer", "127.0.0.2", "--port", str(free_ports(1)[0]), "--json"])
     assert result.exit_code == 1
-    assert "127.0.0.2 resolves to 127.0.0.2 here" in json.loads(result.stdout)["error"]
+    assert json.loads(result.stdout)["error"].startswith("127.0.0.2 is this machine itself; give an address")
     with pytest.raises(DeviceError, match=r"cannot reach 127.0.0.1 at TCP port .*sennit doctor --listen"):
         pair_store.connect("127.0.0.1", free_ports(1)[0], 5.0)
     with pytest.raises(ConfigError, match=r"name.invalid has no address"):

@@ -61,6 +61,10 @@ def visit(host: str, port: int = DEFAULT_PORT, *, resolve: host_name.Resolve = h
     """Tries the network to a machine that listens."""
     try:
         if address := host_name.leads_here_only(host, resolve):
+            if host_name.means_this_machine(host):
+                raise ConfigError(
+                    f"{host} is this machine itself; give an address of the other one (there: `ip -brief address`)"
+                )
             raise ConfigError(
                 f"{host} resolves to {address} here, which is this machine itself, not another one: "
                 f"{host_name.what_to_do(host, address)}"
