@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,9 +140,21 @@ def test_a_line_of_progress_is_for_terminals(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("a result\n", "")
 
 
-def test_the_reference_has_every_command() -> None:
-    page = (Path(__file__).resolve().parents[1] / "docs" / "reference" / "commands.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_reference_has_every_command_and_exit_status() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert not [name for name in COMMANDS if f"| `{name}` |" not in page]
+    table = page.partition("| exit status | means |")[2].partition("\n\n")[0]
+    told = {number for line in table.splitlines() for number in re.findall(r"\d+", line.partition(" | ")[0])}
+    used = {
+        number
+        for layer in ("sennit", "runtime", "testbed", "offload", "transport")
+        for path in (ROOT / layer).rglob("*.py")
+        for number in re.findall(r"^EXIT_\w+(?:: Final)? = (\d+)$", path.read_text(), re.MULTILINE)
+    }
+    assert {"69", "74", "124", "125", "128", "130"} <= used <= told
 
 
 @pytest.mark.parametrize(
