@@ -226,7 +226,8 @@ class StreamOrder(Numbering):
             raise DataError(f"{self.epochs} epochs in order of time; allowed: 1")
         if not self.train_count >= self.batch_size:
             raise Incomplete(
-                f"{self.name}: {self.train_count} training samples do not fill one batch of {self.batch_size}"
+                f"{self.name}: {self.train_count} training samples do not fill one batch of {self.batch_size}; "
+                "give a smaller --batch-size, or more samples"
             )
 
     @property

@@ -198,7 +198,7 @@ def test_a_trainer_is_told_why_a_feeder_does_not_come() -> None:
         while isinstance(said := rank.hear(), Preparing):
             pass
         assert isinstance(said, Error)
-        assert "training samples do not fill one batch of 4096" in said.text
+        assert "training samples do not fill one batch of 4096; give a smaller --batch-size" in said.text
         code, told = ended(feed)
         assert code == 1
         assert said.text in told
