@@ -30,6 +30,7 @@ EXIT_UNAVAILABLE: Final = 69
 # EX_IOERR
 EXIT_NO_OUTPUT: Final = 74
 ANOTHER_FILE: Final = "choose a file in a folder with room that can be written"
+ANOTHER_FOLDER: Final = "choose another folder"
 FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 # Plain letters for terminals that have ASCII or Latin-1 alone. Bars become digits.
 PLAIN: Final = str.maketrans(
@@ -219,6 +220,8 @@ def check_writable(path: Path, option: str = "") -> None:
     Raises `ConfigError` for a file that cannot be written, which it names behind the option, such as "--json".
     """
     named = f"{option} {path}".strip()
+    if path == Path("-"):
+        raise ConfigError(f"{named} is no name of a file; give one, such as ./report")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
@@ -233,6 +236,28 @@ def writable_file(path: Path | None) -> Path | None:
     if path is not None:
         try:
             check_writable(path)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
+def check_folder(path: Path, option: str = "") -> None:
+    """The same for a folder that a command will write into."""
+    named = f"{option} {path}".strip()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(path, os.W_OK)
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be written: {error.strerror}; {ANOTHER_FOLDER}") from None
+    if not is_writable:
+        raise ConfigError(f"{named} cannot be written: no permission; {ANOTHER_FOLDER}")
+
+
+def writable_folder(path: Path | None) -> Path | None:
+    """Callback of an option that names a folder: `check_folder`."""
+    if path is not None:
+        try:
+            check_folder(path)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from None
     return path

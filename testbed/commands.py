@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console, writable_file
+from sennit.command_line import busy, fail, stdout_console, writable_file, writable_folder
 from sennit.testbed.simulation.training_command import simulate_steps
 from sennit.testbed.vm.commands import kernel, vm
 
@@ -76,7 +76,9 @@ def run(
     impairment: Annotated[
         str, typer.Option(help="what impairs the network: bpf, netem, or auto (bpf where it is available)")
     ] = "auto",
-    folder: Annotated[Path, typer.Option(help="folder for logs, captures, results and report")] = DEFAULT_FOLDER,
+    folder: Annotated[
+        Path, typer.Option(help="folder for logs, captures, results and report", callback=writable_folder)
+    ] = DEFAULT_FOLDER,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="also write the results to this file", callback=writable_file)
     ] = None,
@@ -100,7 +102,6 @@ def run(
         scenarios = catalogue.choose(names)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    folder.mkdir(parents=True, exist_ok=True)
     console = stdout_console()
     columns = (
         SpinnerColumn(),
@@ -145,7 +146,9 @@ def report(
 
     try:
         outcome = results.read(folder / RESULTS_NAME)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise typer.BadParameter(f"{folder / RESULTS_NAME}: {error.strerror}; run 'sennit testbed run' first") from None
+    except ValueError as error:
         raise typer.BadParameter(f"{error}; run 'sennit testbed run' first") from None
     console = stdout_console()
     for case in outcome.cases:
@@ -180,7 +183,10 @@ def simulate(
         bool, typer.Option("--quick", help="64 hosts instead of 1,024: takes seconds instead of minutes")
     ] = False,
     out: Annotated[
-        Path, typer.Option(help="folder for outcomes, table and figure; outcomes that fit are reused")
+        Path,
+        typer.Option(
+            help="folder for outcomes, table and figure; outcomes that fit are reused", callback=writable_folder
+        ),
     ] = Path("build/simulation"),
     page: Annotated[Path | None, typer.Option(help="also write table and figure into this page")] = None,
     seed: Annotated[int, typer.Option(help="seed of everything random", min=0)] = 1,

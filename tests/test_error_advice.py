@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sennit.command_line import ANOTHER_FILE
+from sennit.command_line import ANOTHER_FILE, ANOTHER_FOLDER
 from sennit.commands.cli import app
 
 pytestmark = pytest.mark.needs("backend")
@@ -35,7 +35,27 @@ ERRORS = {
     "rows": (["tables", "FOLDER", "--table", "x", "--parquet", "FOLDER"], "FOLDER cannot be written", ANOTHER_FILE),
     "planned": (["shard", *TRAIN[1:], "--json", "FOLDER"], "--json FOLDER cannot be written", ANOTHER_FILE),
     "placement": (["shard", *TRAIN[1:], "--output", "FOLDER"], "FOLDER cannot be written", ANOTHER_FILE),
-    "checkpoint": ([*TRAIN, "--checkpoint", "FILE"], "--checkpoint: ", "choose another folder"),
+    "checkpoint": (
+        [*TRAIN, "--checkpoint", "FILE"],
+        "--checkpoint FILE cannot be written: File exists",
+        ANOTHER_FOLDER,
+    ),
+    "checkpoints": (
+        [*TRAIN, "--checkpoint", "/proc/none"],
+        "--checkpoint /proc/none cannot be written: No such",
+        ANOTHER_FOLDER,
+    ),
+    "dash": (["bench", "collectives", "--json", "-"], "- is no name of a file", "give one, such as ./report"),
+    "scenarios": (["testbed", "run", "plane-off", "--folder", "/proc/x"], "/proc/x cannot be written", ANOTHER_FOLDER),
+    "simulated": (["testbed", "simulate", "--quick", "--out", "/proc/x"], "/proc/x cannot be written", ANOTHER_FOLDER),
+    "steps": (["testbed", "simulate-steps", "--out", "/proc/x"], "/proc/x cannot be written", ANOTHER_FOLDER),
+    "tiers": (["bench", "tiers", "--folder", "/proc/x"], "/proc/x cannot be written", ANOTHER_FOLDER),
+    "no-results": (
+        ["testbed", "report", "--folder", "FOLDER"],
+        "FOLDER/results.json: No such file",
+        "run 'sennit testbed run' first",
+    ),
+    "made": (["make-stream", "/proc/x"], "/proc/x cannot be written", ANOTHER_FOLDER),
     "data": (["train", "--data", "/proc/none.parquet"], "no such file", "give a path that has them"),
     "schema": (
         ["train", "--data", "FILE", "--schema", "/proc/none"],
@@ -80,8 +100,8 @@ ERRORS = {
     "plot": (["bench", "collectives", "--plot", "x.txt"], "x.txt", "allowed: names that end in .png, .svg, .pdf"),
     "report": (
         ["bench", "all", "--report", "/proc/none/x"],
-        "--report /proc/none/x: ",
-        "choose a folder that can be made",
+        "/proc/none/x cannot be written",
+        ANOTHER_FOLDER,
     ),
     "peer": (["doctor", "--peer", "nowhere.invalid"], "nowhere.invalid has no address", "that this machine resolves"),
     "metrics": (["metrics", "--listen", "x"], "--listen x", "must be ADDRESS:PORT, such as 127.0.0.1:9464"),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy
+from sennit.command_line import busy, writable_folder
 from sennit.options import with_options
 from sennit.runtime.stream.synthetic_settings import FORMATS, SyntheticStream
 
@@ -16,7 +16,9 @@ from sennit.runtime.stream.synthetic_settings import FORMATS, SyntheticStream
 @with_options
 def make_stream(
     *,
-    folder: Annotated[Path, typer.Argument(help="where the files go; it is made if it is not there")],
+    folder: Annotated[
+        Path, typer.Argument(help="where the files go; it is made if it is not there", callback=writable_folder)
+    ],
     settings: SyntheticStream,
     format: Annotated[str, typer.Option(help=f"of the files: {', '.join(FORMATS)}")] = FORMATS[0],
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sennit.command_line import check_writable
+from sennit.command_line import check_folder, check_writable
 from sennit.options import with_options
 from sennit.runtime.backend.torch_versions import Store
 from sennit.runtime.data import sources
@@ -108,7 +108,7 @@ def start(
         ("--tensorboard", config.tensorboard),
     ):
         if folder is not None:
-            _make_folder(name, folder)
+            check_folder(folder, name)
     for name, file in (
         ("--json", config.json_path),
         ("--timeline", config.timeline),
@@ -253,16 +253,6 @@ def _check_no_data(context: typer.Context) -> None:
         given = context.get_parameter_source(option.name or "")
         if option.name in names and given is not None and given.name != "DEFAULT":
             raise ConfigError(f"{option.opts[0]} with --ingest; the data set is the feeders': give it to sennit feed")
-
-
-def _make_folder(name: str, folder: Path) -> None:
-    """Makes the folder before training, not hours later."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{name}: {error}; choose another folder") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{name}: no permission to write in {folder}; choose another folder")
 
 
 def main(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console, write_text
+from sennit.command_line import fail, stdout_console, writable_folder, write_text
 from sennit.testbed.bench.gpu.gpu_command import gpu
 from sennit.testbed.bench.running import measured, progress, write
 from sennit.testbed.bench.samples.samples_commands import feed, file_input, ingest, offload, stream
@@ -36,7 +36,11 @@ from sennit.testbed.bench.transport.transport_commands import aggregate, codecs,
 def compare(
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="write JSON, tables and two pictures there: send it with your machine"),
+        typer.Option(
+            metavar="FOLDER",
+            help="write JSON, tables and two pictures there: send it with your machine",
+            callback=writable_folder,
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=2)] = 15,
     quick: Annotated[

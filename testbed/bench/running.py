@@ -51,8 +51,6 @@ def measured(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*, force: bool = False, **given: Any) -> None:
         is_written = any(given.get(name) is not None for name in WRITES)
-        if given.get("report") is not None:
-            make_folder(given["report"])
         with quiet.watched(is_forced=force) if is_written else contextlib.nullcontext():
             command(**given)
 
@@ -60,14 +58,6 @@ def measured(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), more])  # type: ignore[attr-defined]
     run.__annotations__ = {name: one.annotation for name, one in own.parameters.items()} | {"force": Force}
     return run
-
-
-def make_folder(report: Path) -> None:
-    """Makes the folder now, not after minutes of measuring."""
-    try:
-        report.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"--report {report}: {error.strerror}; choose a folder that can be made") from None
 
 
 def need(*names: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console, write_json
+from sennit.command_line import busy, fail, stdout_console, writable_folder, write_json
 
 
 def simulate_steps(
@@ -21,7 +21,10 @@ def simulate_steps(
     tables: Annotated[int, typer.Option(help="tables, with 8 column shards each", min=1, max=4_096)] = 128,
     dim: Annotated[int, typer.Option(help="columns of every table", min=8, max=4_096)] = 128,
     out: Annotated[
-        Path, typer.Option(help="folder for outcomes, table and figure; outcomes that fit are reused")
+        Path,
+        typer.Option(
+            help="folder for outcomes, table and figure; outcomes that fit are reused", callback=writable_folder
+        ),
     ] = Path("build/simulation-steps"),
     page: Annotated[Path | None, typer.Option(help="also write table and figure into this page")] = None,
     seed: Annotated[int, typer.Option(help="seed of everything random", min=0)] = 1,

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import fail, stdout_console
-from sennit.testbed.bench.running import Figures, make_folder, mistakes_told, need, progress, write
+from sennit.command_line import fail, stdout_console, writable_folder
+from sennit.testbed.bench.running import Figures, mistakes_told, need, progress, write
 
 
 def gpu(
@@ -21,7 +21,11 @@ def gpu(
     ] = False,
     report_folder: Annotated[
         Path | None,
-        typer.Option("--report", help="folder for summary.md, and for the JSON and the output of each part"),
+        typer.Option(
+            "--report",
+            help="folder for summary.md, and for the JSON and the output of each part",
+            callback=writable_folder,
+        ),
     ] = None,
     json_path: Figures = None,
 ) -> None:
@@ -33,8 +37,6 @@ def gpu(
         need("gpu")
     from sennit.testbed.bench.gpu import gpu, gpu_summary
 
-    if report_folder is not None:
-        make_folder(report_folder)
     with mistakes_told():
         settings = gpu.Settings(world=world, rounds=rounds, seed=seed, interpreter=interpreter)
     with progress() as update:

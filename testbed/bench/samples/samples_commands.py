@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console
+from sennit.command_line import busy, fail, stdout_console, writable_folder
 from sennit.testbed.bench.running import Figures, need, write
 
 
@@ -126,7 +126,9 @@ def stream(
     resume: Annotated[int, typer.Option(help="the late step that a reader resumes at", min=0)] = 100_000,
     rounds: Annotated[int, typer.Option(help="readers of each stream; the median is reported", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="seed of the rows", min=0)] = 1,
-    folder: Annotated[Path | None, typer.Option(help="where files go, 13 bytes a row; default: temporary")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="where files go, 13 bytes a row; default: temporary", callback=writable_folder)
+    ] = None,
     json_path: Figures = None,
 ) -> None:
     """Measure memory, and the time to the first batch, of readers of a short stream and of a long one."""

@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from sennit.command_line import busy, fail, stdout_console
+from sennit.command_line import busy, fail, stdout_console, writable_folder
 from sennit.testbed.bench.running import Figures, need, progress, write
 
 
 def tiers(
-    folder: Annotated[Path, typer.Option(help="folder for files of rows, 1.6 GB, which are removed at the end")] = Path(
-        "."
-    ),
+    folder: Annotated[
+        Path,
+        typer.Option(help="folder for files of rows, 1.6 GB, which are removed at the end", callback=writable_folder),
+    ] = Path("."),
     steps: Annotated[int, typer.Option(help="steps of 2,048 samples with an id for each of 26 tables", min=1)] = 50,
     seed: Annotated[int, typer.Option(help="seed of rows and ids", min=0)] = 1,
     json_path: Figures = None,
