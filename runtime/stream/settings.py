@@ -198,7 +198,8 @@ def open_stream(
     """
     schema = schema if histories else schema.without_history()
     # Listed once: a file that comes now is not there for the one and new to the other.
-    files, held = find_files((source.data, *source.further)), find_files(source.evaluation)
+    paths = (source.data, *source.further)
+    files, held = find_files(paths), find_files(source.evaluation)
     index = open_index(
         (*files, *held),
         schema.read_columns,
