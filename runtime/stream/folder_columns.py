@@ -159,13 +159,13 @@ def _kind_behind(
     types = require("pyarrow", package="pyarrow", purpose="reading data files").types
     if column not in before.schema.names:
         return kind
-    if types.is_string(known := before.schema.field(column).type):
+    if types.is_string(known := before.schema.field(column).type) or types.is_null(kind):
         return known
     if types.is_integer(known) and types.is_string(kind):
         number = next(one for one, texts in enumerate(named) if not _is_integer(texts.get(column) or "0"))
         raise DataError(
-            f"{files[number]}: column {column} is {named[number][column]!r} by its folder, but in {before.name} it is "
-            f"{known}; allowed in files that come later: integers behind integers"
+            f"{files[number]}: column {column} is {named[number][column]!r} by its folder, but {known} in files up to "
+            f"{before.name}; allowed in files that come later: integers behind integers"
         )
     return kind
 
