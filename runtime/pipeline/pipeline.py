@@ -20,6 +20,7 @@ from sennit.closing import Closing
 from sennit.runtime.backend.torch_versions import tree_map_only
 from sennit.runtime.pipeline.ahead import BATCHES_AHEAD_MAX, Batch, BatchesAhead
 from sennit.runtime.pipeline.exchanges import Exchanges
+from sennit.runtime.pipeline.given import GivenBatches
 from sennit.runtime.pipeline.scheduler import Scheduler
 from sennit.runtime.pipeline.task import Record, Task
 from sennit.runtime.replicas.replicas import SlicedReplicas
@@ -61,7 +62,8 @@ class Pipeline(Closing):
         `before`, `on_task`: as in `Scheduler`. `timeline`: records every step, in place of `on_task`.
 
         Weights have the bits of steps that run one after the other, whatever overlaps. Training ends with the rank that
-        has the fewest batches. An error of the loader is raised on its rank, `PeerInputError` on the others.
+        has the fewest batches. An error of the loader is raised on its rank, `PeerInputError` on the others; it is one
+        to write to a batch that it has given before (`GivenBatches`).
 
         Collective. Raises `ConfigError` for a depth that is not allowed, `ArgumentError` for a model without tables.
         """
@@ -74,6 +76,7 @@ class Pipeline(Closing):
         self._batches = iter(loader)
         self._features, self._global_batch, self._prepare = features, global_batch, prepare
         self._before_update = before_update
+        self._given = GivenBatches(batches_ahead)
         self._step = 0
         self._timeline = timeline
         self._scheduler = Scheduler(before=before, on_task=timeline.on_task if timeline is not None else on_task)
@@ -131,6 +134,7 @@ class Pipeline(Closing):
             raise InputEnded("this rank has no further batch") from None
         if self._prepare is not None:
             samples = self._prepare(samples)
+        self._given.add(samples)
         features = samples if self._features is None else self._features(samples)
         return Batch(
             samples=samples,

@@ -135,5 +135,5 @@ class TableHandle:
 
 
 def _on_host(ids: Tensor, error: Exception | None) -> Tensor:
-    """Int64 [n] in host memory; none if they are wrong."""
-    return torch.empty(0, dtype=torch.int64) if error is not None else ids.to("cpu", torch.int64)
+    """Int64 [n], contiguous, in host memory; none if they are wrong."""
+    return torch.empty(0, dtype=torch.int64) if error is not None else ids.to("cpu", torch.int64).contiguous()

@@ -108,7 +108,7 @@ def written_between(rank: int, world: int, depth: int | None, folder: str) -> di
             elif step == 2 and way == "load_state_dict":
                 tables.load_state_dict(saved)
             elif step == 2 and way == "set_rows":
-                own = torch.arange(rank, 40, world)
+                own = torch.arange(40)[rank::world]
                 tables["user"].set_rows(own, torch.ones(len(own), 4))
             elif step == 2 and way == "dcp.load":
                 state = {"tables": tables.state_dict()}
@@ -229,6 +229,36 @@ def loader_raises(rank: int, world: int, depth: int) -> list[Any]:
         except Exception as error:
             return [steps, f"{type(error).__name__}: {error}", model.digest()]
     return [steps, "no error", model.digest()]
+
+
+def refilled(rank: int, world: int, depth: int, way: str) -> list[str]:
+    """A loader with one batch, or a ring of them, that it fills again and again. What follows."""
+    model = Model("table_wise")
+    fresh = batches(model)
+    slots: list[Batch] = []
+    count = depth + 1 if way == "ring" else 1
+
+    def loader() -> Iterator[Any]:
+        ring = torch.zeros(count, len(next(batches(model)).labels))
+        for step, batch in enumerate(fresh):
+            if way != "constant":
+                batch = batch._replace(labels=ring[step % count].copy_(batch.labels))
+            elif slots:
+                batch = slots[0]  # Nobody has written to it.
+            slots.append(batch)
+            yield batch
+
+    def copied(batch: Batch) -> Batch:
+        return batch._replace(labels=batch.labels.clone())
+
+    options = {"prepare": copied} if way == "copied" else {}
+    try:
+        with pipeline(model, loader(), batches_ahead=depth, **options) as run:
+            for _ in run:
+                pass
+    except ArgumentError as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [model.digest()]
 
 
 def loader_ends(rank: int, world: int, depth: int) -> list[Any]:
@@ -389,6 +419,14 @@ def test_an_error_of_a_loader_is_told_to_all(kept_world: WorldFactory, depth: in
         assert other[0] == 2
         assert other[1].startswith("PeerInputError: the input of rank 1 is wrong")
         assert other[2] == last[2]
+
+
+def test_a_loader_that_fills_a_batch_again_too_early_is_refused(kept_world: WorldFactory, serial: Any) -> None:
+    for found in kept_world(1).run(refilled, depth=1, way="one"), kept_world(1).run(refilled, depth=3, way="one"):
+        assert found[0][0].startswith("ArgumentError: the loader has written to a tensor of shape (12,) of a batch")
+    for depth, way in ((0, "one"), (1, "ring"), (3, "ring"), (1, "copied")):
+        assert kept_world(1).run(refilled, depth=depth, way=way) == [[serial[0]]]
+    assert kept_world(1).run(refilled, depth=1, way="constant") == kept_world(1).run(refilled, depth=0, way="constant")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
