@@ -88,6 +88,14 @@ class SlicedReplicas(nn.Module):
         self._device = _device_of(module)
         self._layout = Layout(places_of(module), self.slices)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, `torch.save` and deepcopy: without what is known of results, which no copy has."""
+        return {key: value for key, value in self.__dict__.items() if key != "_samples_of"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._samples_of = WeakTensorKeyDictionary()
+
     def get_extra_state(self) -> Tensor:
         """`passes` as int64 []: a part of `state_dict`, by which torch's `nn.Module` calls this."""
         return torch.tensor(self.passes)

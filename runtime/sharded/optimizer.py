@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from sennit.runtime.sharded.shards import Rates
 from sennit.runtime.sharded.tables import Table
 from sennit.transport.errors import ArgumentError
+
+_OF_TABLES: Final = frozenset(
+    {"weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "amsgrad", "maximize"}
+)
+"""What groups of torch's optimizers have, and here a table's `OptimizerSpec`."""
 
 
 class TableOptimizer(torch.optim.Optimizer):
@@ -43,6 +48,25 @@ class TableOptimizer(torch.optim.Optimizer):
             for table, parameter in zip(tables, self.parameters, strict=True)
         ]
         super().__init__(groups, {"lr": lr})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes rates over by the names of tables. Raises `ArgumentError` for those of other tables."""
+        of_table = {group.get("table"): group for group in state_dict["param_groups"]}
+        names = [group["table"] for group in self.param_groups]
+        if of_table.keys() != set(names):
+            given = ", ".join(map(str, of_table))
+            raise ArgumentError(f"rates of the tables {given}; allowed: those of {', '.join(names)}")
+        super().load_state_dict({**state_dict, "param_groups": [of_table[name] for name in names]})
+
+    def check_groups(self) -> None:
+        """Raises `ArgumentError` for a setting in a group that would change nothing."""
+        for group in self.param_groups:
+            if not _OF_TABLES.isdisjoint(group):
+                what = min(_OF_TABLES.intersection(group))
+                raise ArgumentError(
+                    f"table {group['table']}: {what} in `embeddings.optimizer`, which has learning rates alone; "
+                    "allowed: Table(optimizer=OptimizerSpec(...))"
+                )
 
     def rates(self) -> Rates:
         """What the next step would use."""

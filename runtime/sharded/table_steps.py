@@ -177,6 +177,7 @@ class TableSteps:
         if error is None:
             try:
                 self.check_rates(told.rates)
+                self.optimizer.check_groups()
                 outgoing = ids_of(given, self.tables, include_last_offset=self.include_last_offset)
                 sizes = self.slices.own_sizes(outgoing.sample_count, global_batch)
                 ready = [[one.ready(outgoing, sizes) for one in exchanges] for exchanges in self._exchanges]

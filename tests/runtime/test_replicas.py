@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -468,6 +469,13 @@ def goes_on(rank: int, world: int) -> None:
     found, resumed = (replicas(x) for replicas in dropped)
     assert torch.equal(found, resumed)
     assert not torch.equal(first, found)
+    again = pickle.loads(pickle.dumps(dropped[0]))
+    following = [replicas(x) for replicas in (dropped[0], again)]
+    assert torch.equal(*following)
+    for replicas, losses in zip((dropped[0], again), following, strict=True):
+        replicas.loss(replicas.each_slice(torch.mean, losses)).backward()
+    pairs = zip(dropped[0].parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
 def gathered(rank: int, world: int) -> None:

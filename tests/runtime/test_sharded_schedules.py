@@ -25,7 +25,7 @@ from torch.optim.swa_utils import SWALR
 
 from sennit.runtime.kernels import OptimizerSpec
 from sennit.runtime.sharded import ShardedEmbeddingBags, Table
-from sennit.transport.errors import ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError
 from tests.runtime.sharded_training import rows_of
 from tests.runtime.world import WorldFactory
 
@@ -249,6 +249,26 @@ def scheduled(rank: int, world: int) -> None:
                 ours = make(module.optimizer)
                 module.optimizer.load_state_dict(states[1])
                 ours.load_state_dict(states[0])
+
+
+def rates_by_name(rank: int, world: int) -> None:
+    """Rates follow their tables. What a group does not have is refused where it would have an effect."""
+
+    def made(**rates: float) -> ShardedEmbeddingBags:
+        return ShardedEmbeddingBags([Table(name=name, rows=4, dim=2, lr=rate) for name, rate in rates.items()], lr=1.0)
+
+    module = made(item=0.3, user=0.4)
+    module.optimizer.load_state_dict(made(user=0.1, item=0.2).optimizer.state_dict())
+    assert (module["user"].lr, module["item"].lr) == (0.1, 0.2)
+    with pytest.raises(ArgumentError, match="rates of the tables user; allowed: those of item, user"):
+        module.optimizer.load_state_dict(made(user=0.1).optimizer.state_dict())
+    module.optimizer.param_groups[1]["weight_decay"] = 0.1
+    with pytest.raises(ArgumentError, match=r"table user: weight_decay in .*; allowed: Table"):
+        module({"user": torch.arange(4), "item": torch.arange(4)})
+
+
+def test_rates_are_loaded_by_name_and_other_settings_refused(kept_world: WorldFactory) -> None:
+    kept_world(1).run(rates_by_name)
 
 
 def test_any_scheduler_of_torch_sets_the_rates_of_tables(kept_world: WorldFactory) -> None:
