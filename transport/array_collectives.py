@@ -17,6 +17,7 @@ from sennit.transport import algorithms
 from sennit.transport.choice.costs import Collective
 from sennit.transport.config import Algorithm
 from sennit.transport.errors import ArgumentError
+from sennit.transport.plans.arithmetic import scaled
 from sennit.transport.plans.elements import DTYPES, OTHER_TYPE, Dtype, ReduceOp, dtype_of
 from sennit.transport.plans.tree import check_rows, given_spans
 
@@ -73,7 +74,8 @@ class ArrayCollectives(ABC):
     ) -> Array:
         """Returns the fold of all ranks' arrays over the tree of ranks.
 
-        PREMUL_SUM first multiplies each array by `scalar`. With `leaves` the tree has that many leaves, and the result
+        PREMUL_SUM first multiplies this rank's array by its `scalar`, which may be another on each rank; of integers a
+        whole number. With `leaves` the tree has that many leaves, and the result
         has the same bits in a world of any size: row i of `array` is leaf `leaves_of(rank, world, leaves).low + i`
         (tree.py). The result has the shape of one row. With `partial`, row i is the sum of the i-th node of this
         rank (`given_spans`), folded over the tree. Raises ArgumentError if `array`
@@ -84,21 +86,22 @@ class ArrayCollectives(ABC):
         ArgumentError for types that it does not code, LOSSLESS, and `partial`. With `codec.between_hosts` the sums of
         each host are coded in place of leaves, and nothing inside a host: bits depend on which ranks share one.
         """
-        given, dtype = _contiguous(array), dtype_of(array)
+        dtype = dtype_of(array)
+        given = _given(array, dtype, op, scalar)
         if codec is not None:
-            return self._allreduce_coded(given, dtype, op, codec, leaves=leaves, partial=partial, scalar=scalar)
+            return self._allreduce_coded(given, dtype, op, codec, leaves=leaves, partial=partial)
         if leaves is not None:
             rows = given.shape[0] if given.ndim else 0
             output = np.empty(given.shape[1:], given.dtype)
             self.reduce_leaves(
-                given, output, dtype, op, rows=rows, elements=output.size, leaves=leaves, partial=partial, scalar=scalar
+                given, output, dtype, op, rows=rows, elements=output.size, leaves=leaves, partial=partial
             )
             return output
         if partial:
             raise ArgumentError("partial sums without leaves; allowed: partial=True with leaves=V")
         output = np.empty_like(given)
         plan = _Call(self.selection.allreduce, self, dtype=dtype, op=op, in_place=False, **_up_to(given))
-        self._run(plan, [given, output], scalar=scalar, counts=[given.size])
+        self._run(plan, [given, output], counts=[given.size])
         return output
 
     def _allreduce_coded(
@@ -110,7 +113,6 @@ class ArrayCollectives(ABC):
         *,
         leaves: int | None,
         partial: bool,
-        scalar: float,
     ) -> Array:
         codec.coding(dtype)
         if partial:
@@ -118,9 +120,7 @@ class ArrayCollectives(ABC):
         if leaves is not None and given.shape[:1] != (rows := (len(given_spans(self.rank, self.world, leaves)),)):
             raise ArgumentError(f"shape {given.shape}; allowed: {rows[0]} rows, the leaves of rank {self.rank}")
         output = np.empty(given.shape if leaves is None else given.shape[1:], given.dtype)
-        self.post_coded(
-            _aligned(given), output, dtype, op, codec, elements=output.size, leaves=leaves, scalar=scalar
-        ).wait()
+        self.post_coded(_aligned(given), output, dtype, op, codec, elements=output.size, leaves=leaves).wait()
         return output
 
     def post_coded(
@@ -133,7 +133,6 @@ class ArrayCollectives(ABC):
         *,
         elements: int,
         leaves: int | None = None,
-        scalar: float = 1.0,
         background: bool = False,
     ) -> Operation:
         """Starts an `allreduce` with a codec, for memory of any framework.
@@ -153,7 +152,7 @@ class ArrayCollectives(ABC):
             **self._hosts_of(codec),
         )
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in (given, output) if buffer is not None]
-        return self.post(plan.key, plan.compile, flat, scalar=scalar, background=background, seed=codec.seed)
+        return self.post(plan.key, plan.compile, flat, background=background, seed=codec.seed)
 
     def _hosts_of(self, codec: Codec) -> dict[str, Any]:
         """The further arguments of an algorithm that codes only between hosts."""
@@ -170,7 +169,6 @@ class ArrayCollectives(ABC):
         elements: int,
         leaves: int,
         partial: bool = False,
-        scalar: float = 1.0,
     ) -> None:
         """`allreduce` with leaves, for memory of any framework.
 
@@ -181,15 +179,16 @@ class ArrayCollectives(ABC):
         plan = _Call(
             self.selection.allreduce, self, leaves=leaves, partial=partial, elements=elements, dtype=dtype, op=op
         )
-        self._run(plan, [given, output], scalar=scalar)
+        self._run(plan, [given, output])
 
     def reduce(self, array: Array, root: int, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array | None:
         """Returns the fold at `root`, and None elsewhere."""
-        given, dtype = _contiguous(array), dtype_of(array)
+        dtype = dtype_of(array)
+        given = _given(array, dtype, op, scalar)
         output = np.empty_like(given) if self.rank == root else None
         plan = _Call(self.selection.reduce, self, dtype=dtype, op=op, root=root, in_place=False, **_up_to(given))
         buffers = [given] if output is None else [given, output]
-        self._run(plan, buffers, scalar=scalar, counts=[given.size])
+        self._run(plan, buffers, counts=[given.size])
         return output
 
     def reduce_scatter(
@@ -205,7 +204,8 @@ class ArrayCollectives(ABC):
 
         With `codec`, shares travel coded, and results are not coded again (see `allreduce`).
         """
-        given, dtype = _contiguous(array), dtype_of(array)
+        dtype = dtype_of(array)
+        given = _given(array, dtype, op, scalar)
         rows = _splits("counts", counts, given, self.world)
         output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
@@ -213,14 +213,14 @@ class ArrayCollectives(ABC):
         if codec is not None and codec.between_hosts:
             sums = {"counts": elements, "dtype": dtype, "op": op, "coding": codec.coding(dtype)}
             plan = _Call(algorithms.reduce_scatter_between_hosts, self, **sums, **self._hosts_of(codec))
-            self._run(plan, [_aligned(given), output], scalar=scalar, seed=codec.seed)
+            self._run(plan, [_aligned(given), output], seed=codec.seed)
             return output
         if codec is not None:
             coding = codec.coding(dtype)
             pieces = algorithms.coded_pieces(elements, coding)
             plan = _Call(algorithms.reduce_scatter_coded, self, pieces=pieces, dtype=dtype, op=op, coding=coding)
             counted = algorithms.reduce_scatter_counts(self.rank, elements, pieces, dtype, coding)
-            self._run(plan, [_aligned(given), output], scalar=scalar, counts=counted, seed=codec.seed)
+            self._run(plan, [_aligned(given), output], counts=counted, seed=codec.seed)
             return output
         is_direct = self.selection.of_parts(Collective.REDUCE_SCATTER, given.nbytes) is Algorithm.DIRECT
         if is_direct and len(set(elements)) > 1:
@@ -228,14 +228,12 @@ class ArrayCollectives(ABC):
             self._run(
                 _Call(algorithms.reduce_scatter_counted, self, pieces=pieces, dtype=dtype, op=op),
                 [given, output],
-                scalar=scalar,
                 counts=algorithms.piece_counts(elements, dtype.item_bytes, pieces),
             )
             return output
         self._run(
             _Call(self.selection.reduce_scatter, self, counts=elements, dtype=dtype, op=op),
             [given, output],
-            scalar=scalar,
         )
         return output
 
@@ -374,16 +372,13 @@ class ArrayCollectives(ABC):
         buffers: Sequence[Array],
         *,
         tag: int | None = None,
-        scalar: float = 1.0,
         timeout_s: float = 0.0,
         counts: Sequence[int] = (),
         seed: int = 0,
     ) -> Operation:
         # The data is passed as bytes, because not every NumPy type has the buffer protocol.
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
-        operation = self.post(
-            call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s, counts=counts, seed=seed
-        )
+        operation = self.post(call.key, call.compile, flat, tag=tag, timeout_s=timeout_s, counts=counts, seed=seed)
         operation.wait()
         return operation
 
@@ -403,6 +398,14 @@ class _Call:
 def _contiguous(array: Array) -> Array:
     # ascontiguousarray would turn a scalar into a vector.
     return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def _given(array: Array, dtype: Dtype, op: ReduceOp, scalar: float) -> Array:
+    """What this rank gives to a sum: the array, or multiplied by `scalar`. No other rank knows the factor."""
+    given = _contiguous(array)
+    if op is not ReduceOp.PREMUL_SUM or scalar == 1:
+        return given
+    return scaled(given.reshape(-1).view(np.uint8), dtype, scalar).view(given.dtype).reshape(given.shape)
 
 
 def _aligned(array: Array) -> Array:

@@ -8,15 +8,12 @@ from typing import final
 from torch._C._distributed_c10d import Backend
 
 from sennit.runtime.backend.process_group import Member
-from sennit.transport.communicator import Communicator
 
 BUILT_FOR_TORCH: str
 """The torch release that this extension was compiled for; it fits no other."""
 
 @final
-class Options(Backend.Options):
-    @property
-    def plan_cache_bytes(self) -> int: ...
+class Options(Backend.Options): ...
 
 @final
 class SennitBackend(Backend):
@@ -44,7 +41,7 @@ class SennitBackend(Backend):
     @property
     def options(self) -> Options: ...
     @property
-    def communicator(self) -> Communicator: ...
+    def member(self) -> Member: ...
 
 class symmetric:
     """New CPU tensors in symmetric memory (runtime/backend/csrc/symmetric.hpp)."""

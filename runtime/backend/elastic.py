@@ -70,7 +70,7 @@ def reconfigure(terms: Terms | None = None) -> View:
         founder = Membership.of_founder(store, name=GROUP_NAME, rank=current.rank, world=current.world)
         lineage = _Lineage(store, founder, current)
     torch_backend = torch_versions.backend_of(group, torch.device("cpu"))
-    options = backend.Options(plan_cache_bytes=torch_backend.options.plan_cache_bytes)
+    options = backend.options_of(group) or backend.Options()
     timeout = torch_versions.timeout_of(torch_backend)
     view, successor = connect_next(
         lineage.own,
@@ -158,6 +158,6 @@ def _begin(
         rank=view.rank,
         world_size=view.world,
         timeout=timeout,
-        pg_options=backend.ConnectedOptions(plan_cache_bytes=options.plan_cache_bytes, communicator=group),
+        pg_options=backend.ConnectedOptions.of(options, group),
     )
     _lineage = _Lineage(store, own, group)

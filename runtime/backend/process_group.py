@@ -12,7 +12,7 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sennit.transport.plans.plan import Plan
 
 BACKEND_NAME: Final = "sennit"
+# A longer deadline is one of this length: sums of times do not overflow then.
+LONGEST_TIMEOUT: Final = timedelta(days=36_500)
 DEVICES: Final = ("cpu", "cuda")
 
 # How often this process has made a group of this name and these ranks. A new group must not read the records of an
@@ -72,12 +74,25 @@ class ConnectedOptions(Options):
     communicator: Communicator
     """The communicator that the group uses instead of making one."""
 
+    @classmethod
+    def of(cls, options: Options, communicator: Communicator) -> ConnectedOptions:
+        return cls(**_fields(options), communicator=communicator)
+
+    def plain(self) -> Options:
+        """The options of the next group, which makes a communicator of its own."""
+        return Options(**_fields(self))
+
+
+def _fields(options: Options) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(Options)}
+
 
 class Member:
     """This process's end of a group of this backend."""
 
-    def __init__(self, joined: Joined) -> None:
+    def __init__(self, joined: Joined, options: Options) -> None:
         self.joined = joined
+        self.options = options
         self.handle = joined.handle
 
     @functools.cached_property
@@ -121,6 +136,17 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 def communicator_or_names(group: dist.ProcessGroup | None) -> Communicator | list[str]:
     """The communicator of a group; of a group of other backends, their names."""
+    found = _member_or_names(group)
+    return found if isinstance(found, list) else found.communicator
+
+
+def options_of(group: dist.ProcessGroup | None) -> Options | None:
+    """The options of a group; None if it has other backends only."""
+    found = _member_or_names(group)
+    return None if isinstance(found, list) else found.options
+
+
+def _member_or_names(group: dist.ProcessGroup | None) -> Member | list[str]:
     import torch
     import torch.distributed as dist
 
@@ -129,12 +155,15 @@ def communicator_or_names(group: dist.ProcessGroup | None) -> Communicator | lis
     chosen = dist.group.WORLD if group is None else group
     if chosen is None:
         raise RuntimeError("there is no default process group; call init_process_group first")
+    # What `new_group` returns to the others is a number.
+    if not isinstance(chosen, dist.ProcessGroup):
+        raise ValueError("this rank is not in the group; allowed: calls of its members")
     names = []
     for device in (torch.device(name) for name in DEVICES):
         if (backend := backend_of(chosen, device)) is None:
             continue
         if isinstance(backend, load_extension().SennitBackend):
-            found: Communicator = backend.communicator
+            found: Member = backend.member
             return found
         names.append(backend.name())
     return names
@@ -164,7 +193,7 @@ def local_ranks(group: dist.ProcessGroup | None = None) -> int | None:
 
 
 def second_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Makes another group of the same ranks, with the same backend and deadline. Collective.
+    """Makes another group of the same ranks, with the same backend, options and deadline. Collective.
 
     Calls in the two groups do not wait for each other, so a thread may use each.
     """
@@ -173,11 +202,14 @@ def second_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     from sennit.runtime.backend import torch_versions
 
     chosen: Any = group or dist.group.WORLD
+    name = torch_versions.backend_and_store(chosen)[0]
     ranks = dist.get_process_group_ranks(chosen)
     made: dist.ProcessGroup = dist.new_group(
         ranks,
         timeout=torch_versions.timeout_of(torch_versions.backend_of(chosen)),
-        backend=torch_versions.backend_and_store(chosen)[0],
+        backend=name,
+        # torch gives them to all backends of a group. Others do not know them.
+        pg_options=options_of(chosen) if name == BACKEND_NAME else None,
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     return made
@@ -196,13 +228,17 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
         )
     options = options or Options()
+    if group.timeout <= timedelta():
+        # torch counts microseconds in 64 bits, so a longer one arrives negative.
+        raise ValueError(f"timeout is {group.timeout.total_seconds():g} s; allowed: more than 0, up to 100000000 days")
+    timeout = min(group.timeout, LONGEST_TIMEOUT)
     with loading("sennit.transport.joining"):
         load_extension()
         from sennit.transport.joining import Joined
 
     name = str(group.group_id)
     if isinstance(options, ConnectedOptions):
-        member = Member(options.communicator.joined)
+        member = Member(options.communicator.joined, options.plain())
         member.communicator = options.communicator
         # The prefix of its store is new, and group names begin anew under it.
         _made.clear()
@@ -214,13 +250,13 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             world=group.group_size,
             store=group.store,
             name=f"{made}.{_made[made]}",
-            timeout_s=group.timeout.total_seconds(),
+            timeout_s=timeout.total_seconds(),
             ranks_here_min=_ranks_on_cores,
             # torch names no ranks for the default group.
             keeps_greeting=not group.global_ranks_in_group,
         )
-        member = Member(joined)
-    return _backend_of(member, name, list(group.global_ranks_in_group), group.timeout, options)
+        member = Member(joined, options)
+    return _backend_of(member, name, list(group.global_ranks_in_group), timeout)
 
 
 def _digest(ranks: list[int]) -> str:
@@ -228,10 +264,9 @@ def _digest(ranks: list[int]) -> str:
     return hashlib.sha256(str(ranks).encode()).hexdigest()[:8] if ranks else "all"
 
 
-def _backend_of(
-    member: Member, name: str, global_ranks: list[int], timeout: timedelta, options: Options
-) -> dist.Backend:
+def _backend_of(member: Member, name: str, global_ranks: list[int], timeout: timedelta) -> dist.Backend:
     global _ranks_on_cores
+    options = member.options
     _ranks_on_cores = max(_ranks_on_cores, member.joined.connection.ranks_on_cores)
 
     def shrink(excluded: list[int], abort: bool) -> dist.Backend:
@@ -242,13 +277,13 @@ def _backend_of(
             member.communicator.abort("shrink_group was called with SHRINK_ABORT")
         smaller = member.communicator.reconfigure(Terms(timeout_s=timeout.total_seconds(), exclude=tuple(excluded)))
         remaining = [rank for place, rank in enumerate(global_ranks) if place not in excluded]
-        made = Member(smaller.joined)
+        made = Member(smaller.joined, options)
         made.communicator = smaller
-        return _backend_of(made, f"{name}:shrunk", remaining, timeout, options)
+        return _backend_of(made, f"{name}:shrunk", remaining, timeout)
 
     backend: dist.Backend = load_extension().SennitBackend(
         member=member,
-        compile_plan=PlanCompiler(member, options.codec),
+        compile_plan=PlanCompiler(member),
         shrink=shrink,
         timeout=timeout,
         group_name=name,
@@ -287,11 +322,11 @@ def load_extension() -> Any:
 class PlanCompiler:
     """Compiles plans that the C++ plan cache does not have."""
 
-    def __init__(self, member: Member, codec: Codec | None = None) -> None:
+    def __init__(self, member: Member) -> None:
         self._rank, self._world, self._member = member.joined.rank, member.joined.world, member
-        self._codec = codec
+        self._codec = member.options.codec
         # Only such a group has ready plans, and it asks for nothing else first.
-        self._is_plain = codec is None and member.joined.is_plain
+        self._is_plain = self._codec is None and member.joined.is_plain
 
     def __call__(
         self,

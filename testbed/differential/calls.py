@@ -19,6 +19,8 @@ from sennit.runtime.backend.torch_versions import coalescing, premul_sum
 SHAPES: Final = ((), (0,), (1,), (7,), (3, 4), (2, 0, 3), (5, 2, 3), (2, 3, 4, 2), (257,), (31, 65), (3, 9_001))
 OFTEN: Final = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16, torch.bfloat16)
 SELDOM: Final = (torch.int8, torch.bool, torch.complex64, torch.int16, torch.uint16, torch.float8_e5m2)
+# Of these there is no product, or sennit takes none.
+SELDOM_MULTIPLIED: Final = (torch.bool, torch.uint16, torch.float8_e5m2)
 OPERATIONS: Final = ("SUM", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 DIFFERENCES: Final = {
@@ -65,7 +67,7 @@ class Draw:
         self.dtype = self.same.choice(OFTEN if self.same.random() < 0.8 else SELDOM)
         self.is_whole = self.same.random() < 0.7
         self.is_async = self.same.random() < 0.7
-        self.op_name = "SUM"
+        self.op_name, self.factor = "SUM", 1.0
 
     def values(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Small whole numbers, whose sums and products are exact; or, for some rounds, any."""
@@ -87,11 +89,32 @@ class Draw:
         """A root: of two hundred calls, one names a rank that the group does not have."""
         return self.size if self.same.random() < 0.005 else self.same.randrange(self.size)
 
-    def operation(self) -> Any:
+    def operation(self) -> Callable[[Any], Any]:
+        """Which operation a group gets. gloo has no PREMUL_SUM: it sums what `multiplied` gives."""
         self.op_name = self.same.choice(OPERATIONS)
-        if self.op_name == "PREMUL_SUM":
-            return premul_sum(0.5)
-        return getattr(dist.ReduceOp, self.op_name)
+        if self.op_name != "PREMUL_SUM":
+            return lambda group: getattr(dist.ReduceOp, self.op_name)
+        # Another factor on each rank. Small sums of such products are exact.
+        is_real = self.dtype.is_floating_point or self.dtype.is_complex
+        self.factor = self.own.choice((0.5, -1.5, 2.0) if is_real else (1.0, 3.0, 2.0))
+        op = premul_sum(self.factor)
+        return lambda group: dist.ReduceOp.SUM if self.is_multiplied and dist.get_backend(group) == "gloo" else op
+
+    @staticmethod
+    def plain_sum(group: Any) -> Any:
+        return dist.ReduceOp.SUM
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether gloo gets products. Of some types there are none."""
+        return self.op_name == "PREMUL_SUM" and self.dtype not in SELDOM_MULTIPLIED
+
+    def multiplied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors, or products of them with this rank's factor."""
+        if not self.is_multiplied:
+            return list(tensors)
+        factor = self.factor if self.dtype.is_floating_point or self.dtype.is_complex else int(self.factor)
+        return [one * factor for one in tensors]
 
     @property
     def has_exact_sums(self) -> bool:
@@ -111,7 +134,7 @@ def all_reduce(draw: Draw) -> Call:
     return Call(
         kind="all_reduce",
         outputs=[draw.values(draw.shape())],
-        start=lambda group, _, out: waited(dist.all_reduce(out[0], op, group=group, async_op=draw.is_async)),
+        start=lambda group, _, out: waited(dist.all_reduce(out[0], op(group), group=group, async_op=draw.is_async)),
         is_exact=draw.has_exact_sums,
         difference="expanded" if draw.same.random() < 0.03 else "",
     )
@@ -123,7 +146,7 @@ def reduce(draw: Draw) -> Call:
         kind="reduce",
         outputs=[draw.values(draw.shape())],
         start=lambda group, _, out: waited(
-            dist.reduce(out[0], op=op, group=group, group_dst=root, async_op=draw.is_async)
+            dist.reduce(out[0], op=op(group), group=group, group_dst=root, async_op=draw.is_async)
         ),
         is_written=draw.rank == root,
         is_exact=draw.has_exact_sums,
@@ -200,7 +223,7 @@ def reduce_scatter(draw: Draw) -> Call:
         inputs=[draw.values(shape) for _ in range(draw.size)],
         outputs=[draw.values(shape)],
         start=lambda group, given, out: waited(
-            dist.reduce_scatter(out[0], given, op, group=group, async_op=draw.is_async)
+            dist.reduce_scatter(out[0], given, op(group), group=group, async_op=draw.is_async)
         ),
         is_exact=draw.has_exact_sums,
     )
@@ -214,7 +237,7 @@ def reduce_scatter_single(draw: Draw) -> Call:
         inputs=[draw.values((shape[0] * draw.size, *shape[1:]))],
         outputs=[draw.values(shape)],
         start=lambda group, given, out: waited(
-            dist.reduce_scatter_single(out[0], given[0], op, group=group, async_op=draw.is_async)
+            dist.reduce_scatter_single(out[0], given[0], op(group), group=group, async_op=draw.is_async)
         ),
         is_exact=draw.has_exact_sums,
     )
@@ -285,17 +308,17 @@ def coalesced(draw: Draw) -> Call:
     if draw.dtype.is_complex:
         # torch refuses some in the block, and leaves it open then, whatever the backend.
         draw.dtype = torch.float32
-    op: Any = dist.ReduceOp.SUM if what is dist.all_gather_single else draw.operation()
+    op = draw.operation() if what is not dist.all_gather_single else draw.plain_sum
 
     def start(group: Any, given: list[torch.Tensor], out: list[torch.Tensor]) -> list[Any]:
         with coalescing(group, async_ops=True) as block:
             for index, tensor in enumerate(out):
                 if what is dist.all_reduce:
-                    dist.all_reduce(tensor, op, group=group)
+                    dist.all_reduce(tensor, op(group), group=group)
                 elif what is dist.all_gather_single:
                     dist.all_gather_single(tensor, given[index], group=group)
                 else:
-                    dist.reduce_scatter_single(tensor, given[index], op, group=group)
+                    dist.reduce_scatter_single(tensor, given[index], op(group), group=group)
         return [block]
 
     taken = {dist.all_reduce: [], dist.all_gather_single: shapes, dist.reduce_scatter_single: wide}[what]

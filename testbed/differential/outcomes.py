@@ -70,7 +70,12 @@ def compare(rank: int, world: int, *, calls: int, seed: int, first: int = 0) -> 
         if rank in ranks:
             draws = [Draw(f"{seed}/{number}/{place}", ranks.index(rank), len(ranks)) for place in range(length)]
             made = [kind(draw) for kind, draw in zip(kinds, draws, strict=True)]
-            plain = [Given(inputs=call.inputs, outputs=[one.clone() for one in call.outputs]) for call in made]
+            plain = [
+                Given(
+                    inputs=draw.multiplied(call.inputs), outputs=draw.multiplied([one.clone() for one in call.outputs])
+                )
+                for call, draw in zip(made, draws, strict=True)
+            ]
             given = [unusual(draw.own, call) for draw, call in zip(draws, made, strict=True)]
             # gloo's round has ended before the other begins.
             theirs = run(made, gloo, plain, order, together)

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.backend.torch_versions import premul_sum
 from tests.extent import briefly
 from tests.runtime.world import WorldFactory, raised
 
@@ -65,11 +66,31 @@ def bad_arguments(rank: int, world: int) -> dict[str, str]:
         "conjugate": raised(backend.allreduce, [torch.ones(3, dtype=torch.complex64).conj()]),
         "scatter_list": raised(group().scatter, [torch.empty(3)], [[torch.empty(3)]], scatter),
         "sparse_max": raised(dist.all_reduce, torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
+        "premul_of_int": raised(dist.all_reduce, torch.ones(3, dtype=torch.int64), premul_sum(0.5)),
+        "premul_of_byte": raised(dist.reduce, torch.ones(3, dtype=torch.uint8), 0, premul_sum(2.0**63)),
     }
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [world] * 2
     return errors
+
+
+def sparse_mismatches(rank: int, world: int) -> list[str]:
+    """Sparse tensors that differ by rank. All ranks hear the same, and the group lives on."""
+    odd = rank == 1
+    entry: Any = partial(torch.sparse_coo_tensor, check_invariants=True)
+    cases: list[tuple[torch.Tensor, dist.ReduceOp.RedOpType]] = [
+        (entry([[5 if odd else 0]], [1.0], (6 if odd else 4,)), dist.ReduceOp.SUM),
+        (entry([[0], [0]], [1.0], (4, 6 if odd else 3)), dist.ReduceOp.SUM),
+        (torch.ones(4, 3).to_sparse(2 if odd else 1), dist.ReduceOp.SUM),
+        (entry([[0]], [1.0], (4,), dtype=torch.float64 if odd else torch.float32), dist.ReduceOp.SUM),
+        (entry([[0]], [1.0], (4,)), dist.ReduceOp.AVG if odd else dist.ReduceOp.SUM),
+    ]
+    texts = [raised(dist.all_reduce, tensor, op) for tensor, op in cases]
+    total = torch.eye(3).to_sparse()
+    dist.all_reduce(total)
+    assert torch.equal(total.to_dense(), world * torch.eye(3))
+    return texts
 
 
 def mismatch(rank: int, world: int, what: str) -> str:
@@ -343,6 +364,8 @@ MISTAKES = {
     "rows": r"ValueError: .*: the first dimension is 7, not a multiple of the 2 ranks; pass split sizes",
     "conjugate": r"ValueError: tensor is a lazy conjugate or negation",
     "scatter_list": r"ValueError: inputs has 1 tensors; one for each of the 2 ranks is needed",
+    "premul_of_int": r"ValueError: the factor 0.5 of PREMUL_SUM with dtype Long; allowed: whole numbers between",
+    "premul_of_byte": r"ValueError: the factor 9.22337e\+18 of PREMUL_SUM with dtype Byte; allowed: whole numbers",
     "sparse_max": r"ValueError: a sparse all_reduce allows the reduce ops SUM and AVG only",
 }
 
@@ -352,6 +375,20 @@ def test_mistakes_are_told_before_anything_is_sent(kept_world: WorldFactory) -> 
         assert errors.keys() == MISTAKES.keys()
         wrong = {name: text for name, text in errors.items() if not re.search(MISTAKES[name], text)}
         assert not wrong
+
+
+def test_sparse_tensors_that_differ_are_refused_by_all(kept_world: WorldFactory) -> None:
+    texts, others = kept_world(2).run(sparse_mismatches)
+    assert texts == others
+    told = [
+        r"the shape \[4\] with 1 sparse .* on rank 0, but of the shape \[6\] with 1 sparse .* on rank 1; allowed",
+        r"the shape \[4, 3\] with 2 .* on rank 0, but of the shape \[4, 6\] with 2",
+        r"the shape \[4, 3\] with 1 .* on rank 0, but of the shape \[4, 3\] with 2",
+        r"dtype Float, .* dtype Double",
+        r"reduce op SUM on rank 0, .* reduce op AVG on rank 1",
+    ]
+    for text, pattern in zip(texts, told, strict=True):
+        assert re.search(rf"ValueError: a sparse all_reduce of .*{pattern}", text), text
 
 
 @pytest.mark.parametrize("transport", briefly(TRANSPORTS, ["udp"]))

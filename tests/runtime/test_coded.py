@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.backend import Options, all_reduce_coded, coded_hook
+from sennit.runtime.backend import Options, all_reduce_coded, coded_hook, elastic
+from sennit.runtime.backend.process_group import options_of, second_group
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.errors import ArgumentError
 from sennit.transport.oracle import codec_reference
@@ -217,6 +218,24 @@ def of_a_group(rank: int, world: int) -> None:
             Options(codec=wrong)
 
 
+def is_coded(group: dist.ProcessGroup | None = None) -> bool:
+    tensor = torch.tensor([1_000.0, 1.5])
+    dist.all_reduce(tensor, group=group)
+    return tensor[1].item() == 0
+
+
+def kept_codec(rank: int, world: int, *, store: str) -> list[bool]:
+    """Groups that are made of a group have its codec, and its other options."""
+    options = Options(codec=Codec(kind=CodecKind.INT8), plan_cache_bytes=1 << 18)
+    records = dist.FileStore(store, world)
+    dist.init_process_group("sennit", store=records, rank=rank, world_size=world, pg_options=options)
+    found = [is_coded(), is_coded(second_group())]
+    elastic.reconfigure()
+    found += [is_coded(), is_coded(second_group())]
+    assert options_of(None) == options
+    return found
+
+
 def groups_differ(rank: int, world: int) -> None:
     codec = Codec(kind=(CodecKind.BF16, CodecKind.FP16)[rank])
     group = dist.new_group(backend="sennit", pg_options=Options(codec=codec))
@@ -268,6 +287,10 @@ def test_a_model_learns_with_four_bits_a_gradient(kept_world: WorldFactory) -> N
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_group_may_have_a_codec_for_all_its_sums(kept_world: WorldFactory, size: int) -> None:
     kept_world(size).run(of_a_group)
+
+
+def test_a_group_made_of_one_with_a_codec_has_it(new_world: WorldFactory, tmp_path: Path) -> None:
+    assert new_world(2, backend="").run(kept_codec, store=str(tmp_path / "store")) == [[True] * 4] * 2
 
 
 def test_ranks_whose_groups_have_other_codecs_are_refused(new_world: WorldFactory) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.backend.process_group import PlanCompiler
+from sennit.runtime.backend.process_group import Options, PlanCompiler
 from sennit.transport.choice.calibration import Calibration
 from sennit.transport.choice.costs import Collective
 from sennit.transport.choice.ready_plans import WORLD_MAX, ready_plan, ready_staged_classes
@@ -28,6 +28,7 @@ class Group:
         self.world, self.rank = world, rank
         self.selection = Selection(hosts=Hosts.equal(world, 1))
         self.joined = self.communicator = self
+        self.options = Options()
 
 
 def compiled(world: int, rank: int, **call: Any) -> bytes:

@@ -8,7 +8,7 @@ decodes. A reduce_scatter does not code its results.
 
 The bits depend on the leaves, the codec and its seed, and on which leaves share a host. They depend neither on owners
 nor on chunks. A node that begins with leaf l has the logical indices of l. So with one leaf on each host these are the
-bits of allreduce_coded.py. PREMUL_SUM is the exception, because here leaves are scaled first.
+bits of allreduce_coded.py. PREMUL_SUM with a posted scalar is the exception, because here leaves are scaled first.
 
 A single host codes nothing.
 """

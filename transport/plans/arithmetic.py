@@ -12,7 +12,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sennit.transport.plans.elements import COMPLEXES, Dtype, ReduceOp, accumulator, check_reducible
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plans.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, accumulator, check_reducible
 from sennit.transport.plans.tree import balanced
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -64,6 +65,21 @@ def fold(leaves: Sequence[Array], dtype: Dtype, op: ReduceOp, *, scalar: float =
     return run_program(
         leaves, balanced(len(leaves)), dtype, op, partial=[False] * len(leaves), divisor=len(leaves), scalar=scalar
     )
+
+
+def scaled(data: Array, dtype: Dtype, factor: float) -> Array:
+    """Returns stored bytes with each number multiplied by `factor`: what a rank gives to a PREMUL_SUM.
+
+    Products are rounded to the accumulator's type, and then to the element's. Raises ArgumentError for a factor that
+    integers of 64 bits do not have.
+    """
+    check_reducible(dtype, ReduceOp.PREMUL_SUM)
+    if dtype not in FLOATS | COMPLEXES and not (abs(factor) < 1 << 63 and float(factor).is_integer()):
+        raise ArgumentError(
+            f"the factor {factor:g} of PREMUL_SUM of {dtype.name}; allowed: whole numbers between -2^63 and 2^63"
+        )
+    with np.errstate(all="ignore"):
+        return narrow(_prepare(data, dtype, ReduceOp.PREMUL_SUM, factor), dtype)
 
 
 def run_program(

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arguments.hpp"
 
+#include <cmath>
 #include <numeric>
 #include <string>
 
@@ -131,11 +132,16 @@ sennit_reduce checked_reduce(const c10d::ReduceOp& op, at::ScalarType type) {
   return static_cast<sennit_reduce>(number);
 }
 
-double premul_factor(const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1.0;
+std::optional<double> premul_factor(const c10d::ReduceOp& op, at::ScalarType type) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return std::nullopt;
   const auto* supplement = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(supplement != nullptr, "ReduceOp PREMUL_SUM carries no factor");
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  const double factor =
+      supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  TORCH_CHECK_VALUE(!at::isIntegralType(type, true) || (std::trunc(factor) == factor && std::abs(factor) < 0x1p63),
+                    "the factor ", factor, " of PREMUL_SUM with dtype ", type,
+                    "; allowed: whole numbers between -2^63 and 2^63");
+  return factor;
 }
 
 }  // namespace sennit::runtime

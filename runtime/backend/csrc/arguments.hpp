@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -33,7 +34,7 @@ void check_splits(std::string_view what, const std::vector<int64_t>& splits, con
 
 // The sennit_reduce of `op`. Raises if `op` is not defined for `type`.
 sennit_reduce checked_reduce(const c10d::ReduceOp& op, at::ScalarType type);
-// The factor of PREMUL_SUM; 1 for other operations.
-double premul_factor(const c10d::ReduceOp& op);
+// The factor of PREMUL_SUM; none for other operations. Raises if numbers of `type` cannot be multiplied by it.
+std::optional<double> premul_factor(const c10d::ReduceOp& op, at::ScalarType type);
 
 }  // namespace sennit::runtime

@@ -21,10 +21,6 @@ namespace {
 // The longest time that destroy_process_group waits for the last acknowledgements.
 constexpr uint64_t SHUTDOWN_US = 5'000'000;
 
-uint64_t to_us(std::chrono::milliseconds timeout) {
-  return static_cast<uint64_t>(std::max<int64_t>(timeout.count(), 1)) * 1000;
-}
-
 std::mutex open_mutex;
 std::set<SennitBackend*> open_backends;
 
@@ -231,15 +227,25 @@ void SennitBackend::cut_shares(Call& call) {
   call.counts = std::move(cut);
 }
 
-static void pack(Call& call) {
+// What is not contiguous is copied. So is what this rank gives to a PREMUL_SUM, multiplied by its factor: nobody else
+// knows that factor.
+static void pack(Call& call, int rank) {
+  const auto copied = [&](const at::Tensor& given, bool is_scaled) {
+    return is_scaled ? scaled_copy(given, *call.factor) : packed_copy(given);
+  };
+  const bool is_scaled = call.factor && *call.factor != 1.0;
   for (at::Tensor& input : call.inputs) {
-    if (!input.is_contiguous()) input = packed_copy(input);
+    if (is_scaled || !input.is_contiguous()) input = copied(input, is_scaled);
   }
+  // Without inputs, the outputs are both.
+  const bool scales_outputs = is_scaled && call.inputs.empty();
+  const bool is_only_read =
+      call.is_send || (call.collective == Collective::REDUCE && static_cast<int>(call.root) != rank);
   for (size_t index = 0; index < call.outputs.size(); ++index) {
     at::Tensor& output = call.outputs[index];
-    if (output.is_contiguous()) continue;
-    at::Tensor packed = packed_copy(output);
-    if (call.is_send) {
+    if (!scales_outputs && output.is_contiguous()) continue;
+    at::Tensor packed = copied(output, scales_outputs);
+    if (is_only_read) {
       output = std::move(packed);
     } else {
       call.packed.push_back({index, output, std::move(packed)});
@@ -261,7 +267,7 @@ SennitBackend::WorkPointer SennitBackend::start(Call call) {
   call.on_device = !call.device.is_cpu() || (has_tensors && stand_in::is_active());
   if (!call.on_device) choose_way(call);
   if (is_coalescing()) call.options.async = true;
-  pack(call);
+  pack(call, rank_);
   return call.on_device ? post_on_device(std::move(call)) : post(std::move(call));
 }
 
@@ -388,9 +394,9 @@ void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool w
 
 // AllReduce of sparse COO tensors: every rank gathers the indices and values of all ranks, and sums them.
 //
-// Sizes differ between ranks, so a first AllGather exchanges them. The call blocks, because its three exchanges depend
-// on each other. Ranks are summed over the tree of docs/reference/plans.md, in the accumulator's type, so all get the
-// same bits.
+// Entries differ between ranks, so a first AllGather exchanges their numbers, and shapes with them: the ranks' indices
+// would not fit another shape. The call blocks, because its three exchanges depend on each other. Ranks are summed over
+// the tree of docs/reference/plans.md, in the accumulator's type, so all get the same bits.
 
 namespace {
 
@@ -418,37 +424,81 @@ at::Tensor sum_over_tree(const std::vector<at::Tensor>& by_rank) {
   return stack.front();
 }
 
+// What a rank says of its sparse tensor before it sends it: numbers, of which only the first may differ between ranks.
+constexpr int64_t SPARSE_DIMENSIONS_MAX = 64;  // as in TensorIterator
+enum SparseFacts : int64_t { ENTRIES, REDUCE, TYPE, SPARSE_DIMENSIONS, DENSE_DIMENSIONS, SIZES };
+
+at::Tensor sparse_facts(const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
+  TORCH_CHECK_VALUE(tensor.dim() <= SPARSE_DIMENSIONS_MAX, "a sparse tensor has ", tensor.dim(),
+                    " dimensions; allowed: up to ", SPARSE_DIMENSIONS_MAX);
+  at::Tensor facts = at::zeros({SIZES + SPARSE_DIMENSIONS_MAX}, at::kLong);
+  auto* numbers = facts.mutable_data_ptr<int64_t>();
+  numbers[ENTRIES] = tensor._nnz();
+  numbers[REDUCE] = static_cast<int64_t>(op);
+  numbers[TYPE] = static_cast<int64_t>(tensor.scalar_type());
+  numbers[SPARSE_DIMENSIONS] = tensor.sparse_dim();
+  numbers[DENSE_DIMENSIONS] = tensor.dense_dim();
+  std::ranges::copy(tensor.sizes(), numbers + SIZES);
+  return facts;
+}
+
+std::string describe_sparse(std::span<const int64_t> facts) {
+  const auto dimensions = static_cast<size_t>(facts[SPARSE_DIMENSIONS] + facts[DENSE_DIMENSIONS]);
+  const at::IntArrayRef sizes(facts.data() + SIZES, dimensions);
+  return c10::str("the shape ", sizes, " with ", facts[SPARSE_DIMENSIONS], " sparse dimensions, dtype ",
+                  static_cast<at::ScalarType>(facts[TYPE]), ", reduce op ",
+                  facts[REDUCE] == static_cast<int64_t>(c10d::ReduceOp::AVG) ? "AVG" : "SUM");
+}
+
+// Raises the same on all ranks if they do not give tensors of one shape, kind and operation. `facts`: a row for each.
+void check_sparse_facts(const at::Tensor& facts) {
+  const int64_t* first = facts.const_data_ptr<int64_t>();
+  const auto length = static_cast<size_t>(facts.size(1));
+  for (int64_t rank = 1; rank < facts.size(0); ++rank) {
+    const int64_t* other = first + rank * facts.size(1);
+    TORCH_CHECK_VALUE(std::equal(first + REDUCE, first + length, other + REDUCE), "a sparse all_reduce of ",
+                      describe_sparse({first, length}), " on rank 0, but of ", describe_sparse({other, length}),
+                      " on rank ", rank, "; allowed: the same on all ranks");
+  }
+}
+
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> SennitBackend::allreduce_sparse(Tensors& tensors,
-                                                               const c10d::AllreduceOptions& options) {
-  TORCH_CHECK_VALUE(tensors.size() == 1 && tensors[0].is_sparse(), "tensors has ", tensors.size(),
-                    " tensors; exactly 1 sparse COO tensor is allowed");
+SennitBackend::WorkPointer SennitBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return guarded([&] {
+    TORCH_CHECK_VALUE(tensors.size() == 1 && tensors[0].is_sparse(), "tensors has ", tensors.size(),
+                      " tensors; exactly 1 sparse COO tensor is allowed");
+    return sum_sparse(tensors[0], options);
+  });
+}
+
+SennitBackend::WorkPointer SennitBackend::sum_sparse(at::Tensor& tensor, const c10d::AllreduceOptions& options) {
   const auto op = options.reduceOp.op_;
   TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
                     "a sparse all_reduce allows the reduce ops SUM and AVG only");
-  checked_reduce(options.reduceOp, tensors[0].scalar_type());
+  checked_reduce(options.reduceOp, tensor.scalar_type());
   const at::NoGradGuard no_grad;
-  const at::Tensor own = tensors[0].coalesce();
+  const at::Tensor own = tensor.coalesce();
   at::Tensor indices = own.indices().t().contiguous();  // one row an entry
   at::Tensor values = own.values().contiguous();
 
   c10d::AllgatherOptions gather_options;
   gather_options.timeout = options.timeout;
   gather_options.asyncOp = false;
-  at::Tensor entries = at::empty({size_}, indices.options().device(at::kCPU));
-  at::Tensor own_entries = at::full({1}, own._nnz(), entries.options());
+  at::Tensor own_facts = sparse_facts(own, op);
+  at::Tensor facts = at::zeros({size_, own_facts.numel()}, own_facts.options());
   // In a coalescing block they are not awaited yet.
   const auto finish = [](const WorkPointer& work) {
     if (work != nullptr) work->wait(kNoTimeout);
   };
-  finish(_allgather_base(entries, own_entries, gather_options));
+  finish(run(allgather_call("facts", facts, own_facts, gather_options)));
+  check_sparse_facts(facts);
 
   const auto gather_rows = [&](at::Tensor& rows) {
     Tensors all;
     for (int64_t rank = 0; rank < size_; ++rank) {
       std::vector<int64_t> sizes = rows.sizes().vec();
-      sizes[0] = entries[rank].item<int64_t>();
+      sizes[0] = facts[rank][ENTRIES].item<int64_t>();
       all.push_back(at::empty(sizes, rows.options()));
     }
     finish(run(allgather_list_call(all, rows, gather_options)));
@@ -464,9 +514,17 @@ c10::intrusive_ptr<c10d::Work> SennitBackend::allreduce_sparse(Tensors& tensors,
             .coalesce());
   }
   at::Tensor sum = sum_over_tree(by_rank);
-  if (op == c10d::ReduceOp::AVG) sum.div_(size_);
-  tensors[0].copy_(sum.to(own.scalar_type()));
-  return c10::make_intrusive<JointWork>(rank_, c10d::OpType::_ALLREDUCE_SPARSE, std::vector<WorkPointer>{}, tensors);
+  if (op == c10d::ReduceOp::AVG) {
+    // As of dense tensors: integers are cut towards zero.
+    if (at::isIntegralType(type, false)) {
+      sum.div_(size_, "trunc");
+    } else {
+      sum.div_(size_);
+    }
+  }
+  tensor.copy_(sum.to(own.scalar_type()));
+  return c10::make_intrusive<JointWork>(rank_, c10d::OpType::_ALLREDUCE_SPARSE, std::vector<WorkPointer>{},
+                                        Tensors{tensor});
 }
 
 }  // namespace sennit::runtime

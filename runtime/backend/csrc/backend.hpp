@@ -112,6 +112,8 @@ class SennitBackend final : public c10d::Backend {
   void choose_way(Call& call);
   void cut_shares(Call& call);
   bool is_staged(const Call& call);
+  // The body of an all_reduce of a sparse tensor.
+  WorkPointer sum_sparse(at::Tensor& tensor, const c10d::AllreduceOptions& options);
   WorkPointer start_all(c10d::OpType type, std::vector<Call> calls);
   WorkPointer post(Call call);
   WorkPointer post_on_device(Call call);

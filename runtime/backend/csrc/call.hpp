@@ -5,6 +5,9 @@
 #include <ATen/ATen.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
+
+#include "arguments.hpp"
 #include "packing.hpp"
 #include "plan_cache.hpp"
 #include "poster.hpp"
@@ -19,6 +22,7 @@ struct Call {
   PostOptions options;
   uint8_t type_code = 0;
   uint8_t reduce = 0;
+  std::optional<double> factor;  // of PREMUL_SUM: this rank's numbers are multiplied by it before they are sent
   uint32_t item_bytes = 1;
   uint32_t root = 0;
   bool separate = false;
@@ -33,6 +37,11 @@ struct Call {
   std::vector<Packed> packed;  // outputs that are not contiguous
   c10::Device device{c10::kCPU};
   bool on_device = false;  // tensors are in memory that only an accelerator can address
+
+  void set_reduce(const c10d::ReduceOp& op, at::ScalarType type) {
+    reduce = checked_reduce(op, type);
+    factor = premul_factor(op, type);
+  }
 
   PlanShape shape() const {
     PlanShape shape;

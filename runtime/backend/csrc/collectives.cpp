@@ -43,8 +43,7 @@ Call SennitBackend::allreduce_call(const char* what, at::Tensor& tensor, const c
   const Outputs written(what, tensor);
   Call call =
       new_call("sennit all_reduce", OpType::ALLREDUCE, Collective::ALLREDUCE, tensor, options.timeout, options.asyncOp);
-  call.reduce = checked_reduce(options.reduceOp, tensor.scalar_type());
-  call.options.scalar = premul_factor(options.reduceOp);
+  call.set_reduce(options.reduceOp, tensor.scalar_type());
   call.counts.push_back(count_of(tensor));
   call.outputs.push_back(tensor);
   return call;
@@ -53,7 +52,7 @@ Call SennitBackend::allreduce_call(const char* what, at::Tensor& tensor, const c
 SennitBackend::WorkPointer SennitBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return guarded([&] {
     TORCH_CHECK_VALUE(tensors.size() == 1, "tensors has ", tensors.size(), " tensors; exactly 1 is allowed");
-    if (tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+    if (tensors[0].is_sparse()) return sum_sparse(tensors[0], options);
     return run(allreduce_call("tensor", tensors[0], options));
   });
 }
@@ -93,8 +92,7 @@ SennitBackend::WorkPointer SennitBackend::reduce(Tensors& tensors, const c10d::R
     Call call =
         new_call("sennit reduce", OpType::REDUCE, Collective::REDUCE, tensors[0], options.timeout, options.asyncOp);
     call.root = static_cast<uint32_t>(options.rootRank);
-    call.reduce = checked_reduce(options.reduceOp, tensors[0].scalar_type());
-    call.options.scalar = premul_factor(options.reduceOp);
+    call.set_reduce(options.reduceOp, tensors[0].scalar_type());
     call.counts.push_back(count_of(tensors[0]));
     call.outputs.push_back(tensors[0]);
     return run(std::move(call));
@@ -251,8 +249,7 @@ SennitBackend::WorkPointer SennitBackend::reduce_scatter(Tensors& outputs, Tenso
     const Outputs written("output", output);
     Call call = new_call("sennit reduce_scatter", OpType::REDUCE_SCATTER, Collective::REDUCE_SCATTER, output,
                          options.timeout, options.asyncOp);
-    call.reduce = checked_reduce(options.reduceOp, output.scalar_type());
-    call.options.scalar = premul_factor(options.reduceOp);
+    call.set_reduce(options.reduceOp, output.scalar_type());
     call.separate = true;
     const at::Tensor& own = inputs[0][static_cast<size_t>(rank_)];
     check_tensor_count("output", output, count_of(own), "the size of inputs[this rank]");
@@ -277,8 +274,7 @@ Call SennitBackend::reduce_scatter_call(at::Tensor& output, at::Tensor& input,
   const Outputs written("output", output);
   Call call = new_call("sennit reduce_scatter", OpType::_REDUCE_SCATTER_BASE, Collective::REDUCE_SCATTER, output,
                        options.timeout, options.asyncOp);
-  call.reduce = checked_reduce(options.reduceOp, output.scalar_type());
-  call.options.scalar = premul_factor(options.reduceOp);
+  call.set_reduce(options.reduceOp, output.scalar_type());
   call.counts.append(static_cast<size_t>(size_), count);
   call.inputs.push_back(is_part(output, input, rank_) ? input : written.apart(input));
   call.outputs.push_back(output);
@@ -401,7 +397,7 @@ SennitBackend::WorkPointer SennitBackend::barrier(const c10d::BarrierOptions& op
     Call call;
     call.title = "sennit barrier";
     call.type = OpType::BARRIER;
-    call.options.timeout_us = options.timeout.count() > 0 ? static_cast<uint64_t>(options.timeout.count()) * 1000 : 0;
+    call.options.timeout_us = options.timeout.count() > 0 ? to_us(options.timeout) : 0;
     call.options.async = options.asyncOp;
     return run(std::move(call));
   });

@@ -129,9 +129,9 @@ c10::intrusive_ptr<SennitBackend> make_backend(const py::object& member, py::fun
       std::move(options));
 }
 
-py::object communicator_of(const SennitBackend& backend) {
+py::object member_of(const SennitBackend& backend) {
   const py::object& member = static_cast<const PythonHalf*>(backend.owner().get())->member();
-  return member ? py::object(member.attr("communicator")) : py::none();
+  return member ? member : py::none();
 }
 
 }  // namespace
@@ -144,14 +144,13 @@ PYBIND11_MODULE(_c10d, module) {
   // torch itself registers the base class.
   py::module_::import("torch.distributed");
   py::class_<SennitBackend::Options, c10::intrusive_ptr<SennitBackend::Options>, c10d::Backend::Options>(module,
-                                                                                                         "Options")
-      .def_readonly("plan_cache_bytes", &SennitBackend::Options::plan_cache_bytes);
+                                                                                                         "Options");
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("member"), py::arg("compile_plan"),
            py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
            py::arg("plan_cache_bytes"), py::arg("is_coded"), py::arg("staged_classes"))
       .def_property_readonly("options", &SennitBackend::options)
-      .def_property_readonly("communicator", &sennit::runtime::communicator_of);
+      .def_property_readonly("member", &sennit::runtime::member_of);
   module.def("close_all", &sennit::runtime::close_all);
   py::module_ symmetric = module.def_submodule("symmetric", "New CPU tensors in symmetric memory.");
   symmetric.def("set_everywhere", &sennit::runtime::symmetric::set_everywhere, py::arg("on"));

@@ -20,6 +20,9 @@ struct Packed {
 };
 
 at::Tensor packed_copy(const at::Tensor& tensor);
+// The same with each number multiplied by `factor`, and rounded once to the accumulator's type and once to its own.
+// Integers wrap, and `factor` is whole for them. Of complex numbers both parts are multiplied.
+at::Tensor scaled_copy(const at::Tensor& tensor, double factor);
 // Copies what the core has written to the outputs, on `stream` if there is one, and waits for it.
 void unpack(const std::vector<Packed>& tensors, const std::optional<c10::Stream>& stream);
 

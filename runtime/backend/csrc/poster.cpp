@@ -12,7 +12,7 @@ sennit_post_options Poster::core_options(const PlanShape& shape, const PostOptio
   if (options.async) core.flags |= SENNIT_POST_ASYNC;
   if (shape.collective == Collective::P2P) core.flags |= SENNIT_POST_P2P;
   core.tag = options.tag;
-  core.scalar = options.scalar;
+  core.scalar = 1.0;  // a factor of PREMUL_SUM has been applied (scaled_copy)
   if (shape.posts_counts()) {
     core.counts = shape.counts.data();
     core.count_count = static_cast<uint32_t>(shape.counts.size());

@@ -4,7 +4,9 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 
 #include "plan_cache.hpp"
@@ -16,8 +18,13 @@ struct PostOptions {
   uint64_t timeout_us = 0;  // 0: the group's default
   bool async = true;        // nobody waits soon: the core's thread must drive it
   uint32_t tag = 0;         // P2P only
-  double scalar = 1.0;      // PREMUL_SUM only
 };
+
+// A deadline of torch. What is longer than a century is a century: sums of times do not overflow then.
+inline uint64_t to_us(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds LONGEST = std::chrono::hours(24 * 36'500);
+  return static_cast<uint64_t>(std::clamp(timeout, std::chrono::milliseconds(1), LONGEST).count()) * 1000;
+}
 
 using Buffers = c10::SmallVector<sennit_buffer, 4>;
 

@@ -15,6 +15,8 @@ namespace {
 constexpr uint64_t SIGNAL_CHECK_US = 100'000;
 // The longest wait for the thread that completes the future of an operation that has ended.
 constexpr std::chrono::seconds COMPLETION_LIMIT{5};
+// A longer wait is one of this length: the clock counts nanoseconds, and would overflow.
+constexpr std::chrono::milliseconds LONGEST_WAIT = std::chrono::hours(24 * 36'500);
 
 // Holds the tensors of a Work that was dropped before its operation was done.
 struct Orphan {
@@ -136,7 +138,8 @@ void SennitWork::synchronize() { wait(kNoTimeout); }
 bool SennitWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const bool is_bounded = timeout > kNoTimeout;
-  const Clock::time_point deadline = is_bounded ? Clock::now() + timeout : Clock::time_point::max();
+  const Clock::time_point deadline =
+      is_bounded ? Clock::now() + std::min(timeout, LONGEST_WAIT) : Clock::time_point::max();
   const WithoutGil without_gil;
   sennit_status status = sennit_op_status(op_);
   while (status == SENNIT_PENDING) {
