@@ -360,7 +360,7 @@ class Exchanges:
     def _claim(self, key: str, own: Record) -> None:
         """Leaves this rank's first record. Two processes with one rank cannot both think that they were first."""
         value, before = self._as_value(own), ""
-        while (found := self._store.compare_set(key, before, value)) != value.encode():
+        while (found := self._store.compare_or_set(key, before, value)) != value.encode():
             try:
                 before, record = found.decode(), json.loads(found)
             except ValueError:  # no rank of ours wrote it
@@ -450,7 +450,7 @@ class Exchanges:
         for data in self._greetings().values():
             with suppress(ValueError, KeyError, TypeError):
                 heard.add(str(json.loads(data)["nonce"]))
-        self._store.compare_set(
+        self._store.compare_or_set(
             self._key("hello", 0), "", self._as_value({**failure, "nonces": sorted(heard), "by": self._rank})
         )
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key-value store that rendezvous needs, and a small store over a shared folder.
 
-Any `torch.distributed` store fits `Store`. `FileStore` serves programs without torch.
+Any `torch.distributed` store fits `Store`, also one that a program writes in Python: `set`, `get`, `wait`, `check` and
+`add` are enough for a group. Only elastic runs need `compare_set`. `FileStore` serves programs without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
 
-from sennit.transport.errors import DeviceError, PeerError, SennitError, TimeoutError
+from sennit.transport.errors import DeviceError, PeerError, SennitError, TimeoutError, Unsupported
 
 # The first and the longest pause between two looks at the folder or its lock.
 POLL_FIRST_S: Final = 0.001
@@ -61,9 +62,11 @@ class CheckedStore:
         self._store = store
         self._purpose = purpose
         self._advice = advice
-        # A store of torch says whether it has `multi_get`: its FileStore has not.
-        has_extended_api = getattr(store, "has_extended_api", None)
-        self._has_batches = has_extended_api is not None and self._try(has_extended_api)
+        # A store of torch says whether it has `multi_get`: its FileStore has not. One written in Python may not know
+        # the question.
+        self._has_batches = False
+        with suppress(Exception):
+            self._has_batches = bool(store.has_extended_api())  # type: ignore[attr-defined]
 
     def set(self, key: str, value: str, /) -> None:
         self._try(self._store.set, key, value)
@@ -82,7 +85,19 @@ class CheckedStore:
         return self._try(self._store.add, key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        return self._try(self._store.compare_set, key, expected, desired)
+        compare_set: Callable[..., bytes] = getattr(self._store, "compare_set", _missing)
+        return self._try(compare_set, key, expected, desired, name="compare_set")
+
+    def compare_or_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """`compare_set`. With a store that has none, two processes that do it at once may both succeed."""
+        try:
+            return self.compare_set(key, expected, desired)
+        except Unsupported:
+            current = self.get(key) if self.check([key]) else b""
+            if current != expected.encode():
+                return current
+            self.set(key, desired)
+            return desired.encode()
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Reads values that are there, in one request where the store can."""
@@ -118,13 +133,26 @@ class CheckedStore:
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         self._store.wait(keys, timeout)
 
-    def _try(self, call: Callable[..., Result], *arguments: Any) -> Result:
+    def _try(self, call: Callable[..., Result], *arguments: Any, name: str = "") -> Result:
         try:
             return call(*arguments)
         except SennitError:
             raise
         except Exception as error:
+            if _names_missing(error):
+                what = name or getattr(call, "__name__", str(call))
+                raise Unsupported(self._purpose, f"the store has no {what}; allowed: stores that have it") from error
             raise PeerError(f"{self._purpose}: the store failed: {error}{self._advice}") from error
+
+
+def _missing(*arguments: Any) -> Any:
+    raise NotImplementedError
+
+
+def _names_missing(error: Exception) -> bool:
+    """Whether a store has no such method. torch's class says so by an error of its own, for a subclass in Python."""
+    text = str(error).lower()
+    return isinstance(error, NotImplementedError) or "not implemented" in text or "pure virtual" in text
 
 
 class FileStore:
