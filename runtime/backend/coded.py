@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.backend.process_group import communicator
+from sennit.runtime.backend.reductions import known_reduction
 from sennit.transport.array_collectives import Operation
 from sennit.transport.codecs import Codec
 from sennit.transport.errors import ArgumentError
@@ -166,9 +167,10 @@ def _post(
     dtype = _TYPES.get(tensor.dtype)
     if dtype is None:
         raise ArgumentError(f"dtype {tensor.dtype}; allowed: float32, float16, bfloat16")
-    if op.name not in _OPS:
-        raise ArgumentError(f"reduce op {op.name}; allowed: {', '.join(_OPS)}")
+    if not isinstance(codec, Codec):
+        raise ArgumentError(f"codec {codec!r}; allowed: a sennit.transport.codecs.Codec")
+    reduction = known_reduction(op, _OPS)
     memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return communicator(group).post_coded(
-        memory, None, dtype, _OPS[op.name], codec, elements=tensor.numel(), background=background
+        memory, None, dtype, reduction, codec, elements=tensor.numel(), background=background
     )

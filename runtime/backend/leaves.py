@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.gathering import all_gather_parts
 from sennit.runtime.backend.process_group import communicator_or_names
+from sennit.runtime.backend.reductions import known_reduction
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plans.arithmetic import run_program
 from sennit.transport.plans.elements import DTYPES, Dtype, ReduceOp, accumulator
@@ -55,20 +56,19 @@ def all_reduce_leaves(
     if _known(tensor.dtype) is not given:
         what = "partial sums" if partial else "leaves"
         raise ArgumentError(f"{what} of {result_type} given as {tensor.dtype}; allowed: {given.name}")
-    if op.name not in _OPS:
-        raise ArgumentError(f"reduce op {op.name}; allowed: {', '.join(_OPS)}")
+    reduction = known_reduction(op, _OPS)
     result = torch.empty(tensor.shape[1:], dtype=result_type)
     rows = tensor.shape[0] if tensor.ndim else 0
     backend = communicator_or_names(group)
     if isinstance(backend, list):
-        folded = _folded_here(_bytes(tensor), rows, summed, _OPS[op.name], leaves, group, partial=partial)
+        folded = _folded_here(_bytes(tensor), rows, summed, reduction, leaves, group, partial=partial)
         _bytes(result)[:] = folded
         return result
     backend.reduce_leaves(
         _bytes(tensor),
         _bytes(result),
         summed,
-        _OPS[op.name],
+        reduction,
         rows=rows,
         elements=result.numel(),
         leaves=leaves,
@@ -113,5 +113,7 @@ def _known(dtype: torch.dtype) -> Dtype:
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The tensor's memory, or a copy's if it is not contiguous."""
-    flat: npt.NDArray[np.uint8] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: npt.NDArray[np.uint8] = (
+        tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    )
     return flat
