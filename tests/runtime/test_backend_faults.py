@@ -93,6 +93,15 @@ def sparse_mismatches(rank: int, world: int) -> list[str]:
     return texts
 
 
+def sparse_in_failed_group(rank: int, world: int) -> str:
+    """A sparse all_reduce in a block of calls, in a group that has failed. Returns what the block raises."""
+    cpu = torch.device("cpu")
+    mismatch(rank, world, "dtype")
+    group()._start_coalescing(cpu)
+    group().allreduce([torch.eye(3).to_sparse()])
+    return raised(group()._end_coalescing, cpu)
+
+
 def mismatch(rank: int, world: int, what: str) -> str:
     """Rank 0 calls something else than the others.
 
@@ -389,6 +398,11 @@ def test_sparse_tensors_that_differ_are_refused_by_all(kept_world: WorldFactory)
     ]
     for text, pattern in zip(texts, told, strict=True):
         assert re.search(rf"ValueError: a sparse all_reduce of .*{pattern}", text), text
+
+
+def test_a_block_with_a_sparse_sum_tells_why_its_group_failed(new_world: WorldFactory) -> None:
+    for text in new_world(2, timeout_s=60).run(sparse_in_failed_group):
+        assert re.search(r"DistBackendError: sennit: nothing was sent: rank \d runs allreduce of ", text), text
 
 
 @pytest.mark.parametrize("transport", briefly(TRANSPORTS, ["udp"]))
