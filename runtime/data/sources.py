@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit import user_code
-from sennit.known_names import hint
 from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.files import DataFile, check_once, find_files
@@ -163,7 +162,7 @@ def _files(source: Source) -> tuple[DataFile, ...]:
         names = (*_registered, *MADE)
         raise DataError(
             f"data set {source.data!r}; allowed: {', '.join(names)}, package.module:function, or files, and no file or "
-            f"folder of that name is here{hint(source.data, names)}"
+            f"folder of that name is here"
         )
     return find_files((source.data, *source.further))
 

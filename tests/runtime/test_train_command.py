@@ -192,7 +192,7 @@ def test_every_option_is_explained_and_stands_once() -> None:
     (data,) = [option for option in options.params if option.name == "data"]
     offered, _, _ = data.help.partition(", or files")
     assert {*sources.NAMES, *sources.MADE} <= set(offered.split(", "))
-    with pytest.raises(DataError, match="folder of that name is here; did you mean synthetic-stream") as told:
+    with pytest.raises(DataError, match=r"no file or folder of that name is here$") as told:
         sources.check(Source(data="synthetic-streem"))
     assert {*offered.split(", ")} <= {*re.split(", |; allowed: ", str(told.value))}
 
