@@ -179,7 +179,7 @@ def restored(
     return (before, changes), digest
 
 
-def counters_of(module: ShardedEmbeddingBags) -> dict[str, int]:
+def counters_of(module: ShardedEmbeddingBags | ShardedEmbeddings) -> dict[str, int]:
     """Of all ranks together."""
     everyone: list[Any] = [None] * module.slices.world_size
     dist.all_gather_object(everyone, module.id_counters().get("user", {}))

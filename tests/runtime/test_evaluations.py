@@ -132,7 +132,6 @@ def test_rows_of_other_files_are_for_evaluation_alone(tmp_path: Path, capfd: pyt
         )
         for ranks in (1, 2)
     ]
-    assert capfd.readouterr().out.count(f"{training}: 2 files, 250 rows\n") == 2
     assert [report["quality"]["sample_count"] for report in reports] == [50, 50]
     assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
     # Cities of the evaluation's file alone are not known: home, and those of rows 0 to 199.

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# torch exports these without saying so:
+# mypy: disable-error-code="attr-defined"
 """Overlapped steps have the bits of serial ones, and nothing hangs when one fails."""
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def written_between(rank: int, world: int, depth: int | None, folder: str) -> di
     for way in ("load_state_dict", "set_rows", "dcp.load", "a step of its own"):
         model = Model("row_wise")
         optimizer = torch.optim.Adam(model.replicas.parameters(), lr=0.01, foreach=False)
-        saved = {}
+        saved: dict[str, Any] = {}
 
         def between(step: int, model: Model = model, way: str = way, saved: dict[str, Any] = saved) -> None:
             tables = model.bags

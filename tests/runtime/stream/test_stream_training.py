@@ -216,6 +216,7 @@ def test_a_run_says_that_there_is_nothing_to_resume_or_nothing_to_do(seed: int, 
     kept = ["train", *data, "--seed", "1", "--checkpoint", str(tmp_path / "kept"), "--resume", "--json"]
     told = forked("sennit", *kept, str(tmp_path / "run.json")).stdout
     assert f"--resume: {tmp_path / 'kept'} has no checkpoint, so a new run begins\n" in told
+    assert f"{data[1]}: 3 files, 1,200 rows\n" in told
     assert re.search(r"steps +1 to 4, 40 samples each", told)
     told = forked("sennit", *kept, str(tmp_path / "again.json")).stdout
     first, again = (json.loads((tmp_path / name).read_text()) for name in ("run.json", "again.json"))
