@@ -231,16 +231,6 @@ def check_writable(path: Path, option: str = "") -> None:
         raise ConfigError(f"{named} cannot be written: a folder, or no permission; {ANOTHER_FILE}")
 
 
-def writable_file(path: Path | None) -> Path | None:
-    """Callback of an option that names a file: `check_writable`."""
-    if path is not None:
-        try:
-            check_writable(path)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None
-    return path
-
-
 def check_folder(path: Path, option: str = "") -> None:
     """The same for a folder that a command will write into."""
     named = f"{option} {path}".strip()
@@ -253,11 +243,20 @@ def check_folder(path: Path, option: str = "") -> None:
         raise ConfigError(f"{named} cannot be written: no permission; {ANOTHER_FOLDER}")
 
 
+def writable_file(path: Path | None) -> Path | None:
+    """Callback of an option that names a file: `check_writable`."""
+    return _tried(path, check_writable)
+
+
 def writable_folder(path: Path | None) -> Path | None:
     """Callback of an option that names a folder: `check_folder`."""
+    return _tried(path, check_folder)
+
+
+def _tried(path: Path | None, check: Callable[[Path], None]) -> Path | None:
     if path is not None:
         try:
-            check_folder(path)
+            check(path)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from None
     return path

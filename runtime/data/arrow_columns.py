@@ -20,6 +20,7 @@ from sennit.offload.columns import INT64_MAX
 from sennit.runtime.data.column_types import (
     KEEP_INTEGERS,
     Place,
+    arrow_types,
     cast,
     check_names,
     is_binary,
@@ -97,7 +98,7 @@ def check_types(file: str, schema: Schema, found: Any) -> None:
 
     Arrow's type "null", as pandas writes a column of None, is a column of any type whose values are all null.
     """
-    types = _types()
+    types = arrow_types()
     check_names(file, found.names, schema.read_columns)
     weights = () if schema.sample_weight is None else (schema.sample_weight,)
     for name in (*schema.labels, *weights, *(part.name for part in schema.dense)):
@@ -139,7 +140,7 @@ def _check_history(file: str, history: History, found: Any) -> None:
 
 def _check_owner(file: str, name: str, found: Any, what: str) -> None:
     """Raises DataError unless a column can say whose each row is."""
-    types, kind = _types(), plain(shown := found.field(name).type)
+    types, kind = arrow_types(), plain(shown := found.field(name).type)
     if not (types.is_integer(kind) or is_text(kind) or is_binary(kind) or types.is_null(kind)):
         raise DataError(
             f"{file}: column {name} is {shown}; allowed for {what}: integer, string or binary"
@@ -149,16 +150,12 @@ def _check_owner(file: str, name: str, found: Any, what: str) -> None:
 
 def _remedy(name: str, kind: Any, *, reads_text: bool) -> str:
     """What to do about a column of ids whose values have this type. `reads_text`: of a text file, it may be text."""
-    types = _types()
+    types = arrow_types()
     if types.is_floating(kind):
         return f"; {KEEP_INTEGERS}"
     if reads_text and (types.is_boolean(kind) or types.is_temporal(kind)):
         return f'; in a text file: types = {{ "{name}" = "string" }} under [text] in the schema'
     return ""
-
-
-def _types() -> Any:
-    return require("pyarrow", package="pyarrow", purpose=_PURPOSE).types
 
 
 def numbers_of(pieces: Sequence[Piece], schema: Schema, fields: Sequence[DenseField]) -> Tensor:
@@ -302,11 +299,11 @@ def id_type_of(kind: Any) -> str | None:
     kind = plain(kind)
     if is_list(kind):
         return id_type_of(kind.value_type)
-    if _types().is_null(kind):
+    if arrow_types().is_null(kind):
         return None
     if is_text(kind) or is_binary(kind):
         return "text"
-    return "uint64" if _types().is_uint64(kind) else "int64"
+    return "uint64" if arrow_types().is_uint64(kind) else "int64"
 
 
 def _ids(column: Any, has_lists: bool) -> tuple[Any, npt.NDArray[np.int64]]:

@@ -147,11 +147,9 @@ def common_type(kinds: Sequence[Any]) -> Any | None:
     if all(map(types.is_timestamp, found)):
         unit = max((kind.unit for kind in found), key=_UNITS.index)
         zones = {kind.tz for kind in found}
-        return (
-            None
-            if None in zones and len(zones) > 1
-            else arrow.timestamp(unit, zones.pop() if len(zones) == 1 else "UTC")
-        )
+        if len(zones) == 1:
+            return arrow.timestamp(unit, zones.pop())
+        return None if None in zones else arrow.timestamp(unit, "UTC")
     if all(map(is_list, found)):
         inner = common_type([kind.value_type for kind in found])
         return None if inner is None else arrow.large_list(inner)
@@ -159,8 +157,8 @@ def common_type(kinds: Sequence[Any]) -> Any | None:
 
 
 def moments_in(kind: Any, other: Any) -> int:
-    """How many units of `other` one unit of `kind` is, as 1,000 microseconds are a millisecond; 1 for other types."""
-    types = _types()
+    """How many units of `other` make one unit of `kind`: 1,000 microseconds make a millisecond. 1 for other types."""
+    types = arrow_types()
     if not (types.is_timestamp(kind) and types.is_timestamp(other)):
         return 1
     return int(1000 ** (_UNITS.index(other.unit) - _UNITS.index(kind.unit)))
@@ -284,10 +282,10 @@ def check_spelling(name: str, *values: npt.NDArray[Any]) -> None:
         return next((text for text in texts if is_wanted(text)), None)
 
     pointed = first(lambda text: text.endswith(".0"))
-    plain = None if pointed is None else first(lambda text: not text.endswith(".0"))
-    if plain is not None and first(lambda text: _INTEGER.fullmatch(text) is None) is None:
+    bare = None if pointed is None else first(lambda text: not text.endswith(".0"))
+    if bare is not None and first(lambda text: _INTEGER.fullmatch(text) is None) is None:
         raise DataError(
-            f"column {name}: integers with and without a decimal point, as {plain} and {pointed}, which would be "
+            f"column {name}: integers with and without a decimal point, as {bare} and {pointed}, which would be "
             f"different values; allowed: one way to write them; {KEEP_INTEGERS}"
         )
 
@@ -297,18 +295,18 @@ def check_spelling(name: str, *values: npt.NDArray[Any]) -> None:
 
 def is_number(kind: Any) -> bool:
     """Whether values of this type of pyarrow are numbers. Booleans are none."""
-    types = _types()
+    types = arrow_types()
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def is_text(kind: Any) -> bool:
-    types = _types()
+    types = arrow_types()
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def is_binary(kind: Any) -> bool:
     """Whether values of this type of pyarrow are bytes. As ids they are hashed as text is."""
-    types = _types()
+    types = arrow_types()
     return bool(
         types.is_binary(kind)
         or types.is_large_binary(kind)
@@ -321,9 +319,10 @@ def is_list(kind: Any) -> bool:
     """Whether values of this type of pyarrow are lists. List views are refused: where a cast to lists gets a slice of
     them, it loses values (pyarrow 26.0).
     """
-    types = _types()
+    types = arrow_types()
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def _types() -> Any:
+def arrow_types() -> Any:
+    """`pyarrow.types`. Raises `MissingPackage` without pyarrow."""
     return require("pyarrow", package="pyarrow", purpose=_PURPOSE).types

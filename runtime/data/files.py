@@ -53,7 +53,7 @@ class DataFile:
     """The path within the filesystem."""
 
     base: str = ""
-    """The folder by which it was found: that of the path, or the last one of a pattern that has no sign of it."""
+    """The folder that was named, or the one of the file that was named, or what a pattern has before its first sign."""
 
     def __str__(self) -> str:
         return self.name

@@ -28,8 +28,9 @@ def is_hidden(path: str) -> bool:
 
 
 def listed(folder: str, pattern: Sequence[str] = (_ALL,)) -> Iterator[tuple[str, str | None]]:
-    """Yields (path, None) of each file below `folder` that the pattern matches, and (path, the folder) of each file
-    below a folder that it matches, in any order. A path may come twice.
+    """Yields (path, matched) of files below `folder`, in any order. A path may come twice.
+
+    `matched`: the folder above the file that the pattern matches; None if the pattern matches the file itself.
 
     `pattern`: for each level one, as in a shell, so that a sign does not match the begin of a name that hides a file;
     `**` matches any number of levels. A link to a folder that it is in is not followed. Raises OSError for a folder

@@ -62,8 +62,8 @@ class Pipeline(Closing):
         `before`, `on_task`: as in `Scheduler`. `timeline`: records every step, in place of `on_task`.
 
         Weights have the bits of steps that run one after the other, whatever overlaps. Training ends with the rank that
-        has the fewest batches. An error of the loader is raised on its rank, `PeerInputError` on the others; it is one
-        to write to a batch that it has given before (`GivenBatches`).
+        has the fewest batches. An error of the loader is raised on its rank, `PeerInputError` on the others.
+        Writing to a batch that it has given before counts as one (`GivenBatches`).
 
         Collective. Raises `ConfigError` for a depth that is not allowed, `ArgumentError` for a model without tables.
         """
